@@ -1,0 +1,63 @@
+"""Notation, array aliases and the small containers that every room shares.
+
+    B batch        T time         H query/key heads      HV value heads (HV = r H; head hv reads q, k of head hv // r)
+    K key dim      V value dim    C chunk length         N chunks      S segments (packed sequences)
+    G last axis of the gate: K for KDA (a decay per key channel), 1 for GDN (a decay per head)
+
+`g` is always a per-token natural-log decay, <= 0. Sums of `g` run inside a chunk. A cotangent of `x` is `dx`.
+"""
+
+import dataclasses
+from typing import Literal, NamedTuple
+
+from jaxtyping import Array, Float, Int
+
+from jfla.gates import Gate
+
+Implementation = Literal["pallas", "xla"]
+
+CHUNK = 64
+
+# What the public functions take: time before heads, as Flash Linear Attention lays its arrays out.
+Query = Float[Array, "B T H K"]
+Value = Float[Array, "B T HV V"]
+Decay = Float[Array, "B T HV G"]
+Beta = Float[Array, "B T HV"]
+State = Float[Array, "B *S HV K V"]
+SegmentIds = Int[Array, "B T"]
+
+
+class DeltaRuleOutput(NamedTuple):
+    """What every op returns: `output` [B, T, HV, V] in the dtype of v, and `final_state` (float32 or wider) or None."""
+
+    output: Value
+    final_state: State | None
+
+
+class Inputs(NamedTuple):
+    """The arrays of one call. `g` always carries its last axis: K (KDA) or 1 (GDN)."""
+
+    q: Query
+    k: Query
+    v: Value
+    g: Decay
+    beta: Beta
+    gate: Gate | None
+    initial_state: State | None
+    segment_ids: SegmentIds | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The static part of one call: hashable, so that it can be a jit and custom_vjp constant."""
+
+    scale: float
+    beta_max: float | None
+    qk_norm: bool
+    return_final_state: bool
+    num_segments: int | None
+
+    @property
+    def per_segment_state(self) -> bool:
+        """Whether each packed segment has a state of its own going in or coming out."""
+        return self.num_segments is not None

@@ -1,0 +1,223 @@
+"""The public ops: validate, choose an implementation, call it. Nothing else happens here."""
+
+from collections.abc import Callable
+from typing import Any
+
+from jaxtyping import Array, Float, Int
+
+from jfla import pallas, reference
+from jfla._types import DeltaRuleOutput, Implementation
+from jfla._validate import validate
+from jfla.gates import Gate
+
+_ARGUMENTS = """
+    **Arguments:**
+
+    - `q`, `k`: `[B, T, H, K]`.
+    - `v`: `[B, T, HV, V]`, HV a multiple of H; value head hv reads query and key head `hv // (HV / H)`.
+    - `g`: `{g}`, natural-log decay per token, <= 0; the raw gate input when `gate` is given.
+    - `beta`: `[B, T, HV]`, the strength of a write; logits when `beta_max` is given.
+    - `gate`: None, `SoftplusGate(a_log, dt_bias)` or `SigmoidGate(a_log, dt_bias, lower_bound)`, applied to `g`.
+    - `beta_max`: None takes `beta` as given; 1.0 is `sigmoid(beta)`; 2.0 is `2 sigmoid(beta)`, which allows negative
+      eigenvalues.
+    - `qk_norm`: l2-normalises q and k over K, `x * rsqrt(sum(x^2) + 1e-6)`.
+    - `scale`: multiplies q; `K ** -0.5` by default.
+    - `initial_state`: `[B, HV, K, V]` float32, or `[B, S, HV, K, V]` with segments; zero by default.
+    - `return_final_state`: whether the state after the last token comes back.
+    - `segment_ids`: `[B, T]` integers in 1 .. S, not decreasing along T, 0 for padding at the end: sequences packed one
+      behind the other that do not see each other. An id that does not occur is an empty sequence: its final state is
+      its initial state.
+    - `num_segments`: S, static; taken from `initial_state` when that is given, needed to return final states.
+    - `implementation`: None chooses ("pallas" where `jfla.pallas.supported` says None, else "xla"); a named one never
+      falls back to another.
+
+    **Returns:** `DeltaRuleOutput(output, final_state)`: `output` `[B, T, HV, V]` in the dtype of `v`; `final_state`
+    like `initial_state`, or None unless asked for. Both are differentiable in every float argument; padding has output
+    and gradients of exactly 0.
+
+    **Raises:** `ValueError` naming the argument, what was expected and what came; `NotImplementedError` with the reason
+    when the implementation asked for by name cannot take the call.
+"""
+
+
+def _documented(g: str) -> Callable:
+    def fill(function: Callable) -> Callable:
+        function.__doc__ = (function.__doc__ or "").replace("\n    {arguments}\n", _ARGUMENTS.format(g=g))
+        return function
+
+    return fill
+
+
+@_documented("[B, T, HV, K]")
+def chunk_kda(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T HV V"],
+    g: Float[Array, "B T HV K"],
+    beta: Float[Array, "B T HV"],
+    *,
+    gate: Gate | None = None,
+    beta_max: float | None = None,
+    qk_norm: bool = False,
+    scale: float | None = None,
+    initial_state: Float[Array, "B *S HV K V"] | None = None,
+    return_final_state: bool = False,
+    segment_ids: Int[Array, "B T"] | None = None,
+    num_segments: int | None = None,
+    implementation: Implementation | None = None,
+) -> DeltaRuleOutput:
+    """Kimi Delta Attention, in chunks: training and prefill.
+
+        S_t = (I - beta_t k_t k_t^T) diag(exp(g_t)) S_(t-1) + beta_t k_t v_t^T          o_t = S_t^T (scale q_t)
+
+    Every key channel decays on its own. Sequences are cut in chunks of 64 tokens; time and memory are linear in T.
+    {arguments}
+    Reference: Kimi Linear: An Expressive, Efficient Attention Architecture (arXiv:2510.26692).
+
+    >>> import jax, jfla
+    >>> q, k, v, g = jax.random.normal(jax.random.key(0), (4, 1, 100, 2, 16))
+    >>> beta = jax.random.normal(jax.random.key(1), (1, 100, 2))
+    >>> out = jfla.chunk_kda(q, k, v, -g * g, beta, beta_max=1.0, qk_norm=True, return_final_state=True)
+    >>> print(out.output.shape, out.final_state.shape)
+    (1, 100, 2, 16) (1, 2, 16, 16)
+    """
+    return _run(
+        "kda", "chunk", q, k, v, g, beta, gate=gate, beta_max=beta_max, qk_norm=qk_norm, scale=scale,
+        initial_state=initial_state, return_final_state=return_final_state, segment_ids=segment_ids,
+        num_segments=num_segments, implementation=implementation,
+    )  # fmt: skip
+
+
+@_documented("[B, T, HV]")
+def chunk_gdn(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T HV V"],
+    g: Float[Array, "B T HV"],
+    beta: Float[Array, "B T HV"],
+    *,
+    gate: Gate | None = None,
+    beta_max: float | None = None,
+    qk_norm: bool = False,
+    scale: float | None = None,
+    initial_state: Float[Array, "B *S HV K V"] | None = None,
+    return_final_state: bool = False,
+    segment_ids: Int[Array, "B T"] | None = None,
+    num_segments: int | None = None,
+    implementation: Implementation | None = None,
+) -> DeltaRuleOutput:
+    """Gated DeltaNet, in chunks: training and prefill.
+
+        S_t = exp(g_t) (I - beta_t k_t k_t^T) S_(t-1) + beta_t k_t v_t^T          o_t = S_t^T (scale q_t)
+
+    The whole state of a head decays together. Sequences are cut in chunks of 64 tokens; time and memory grow linearly.
+    {arguments}
+    Reference: Yang, Kautz, Hatamizadeh, Gated Delta Networks: Improving Mamba2 with Delta Rule (arXiv:2412.06464).
+
+    >>> import jax, jfla
+    >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 100, 2, 16))
+    >>> g, beta = jax.random.normal(jax.random.key(1), (2, 1, 100, 2))
+    >>> gate = jfla.SoftplusGate(a_log=jax.numpy.zeros(2))
+    >>> jfla.chunk_gdn(q, k, v, g, beta, gate=gate, beta_max=1.0, qk_norm=True).output.shape
+    (1, 100, 2, 16)
+    """
+    return _run(
+        "gdn", "chunk", q, k, v, g, beta, gate=gate, beta_max=beta_max, qk_norm=qk_norm, scale=scale,
+        initial_state=initial_state, return_final_state=return_final_state, segment_ids=segment_ids,
+        num_segments=num_segments, implementation=implementation,
+    )  # fmt: skip
+
+
+@_documented("[B, T, HV, K]")
+def recurrent_kda(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T HV V"],
+    g: Float[Array, "B T HV K"],
+    beta: Float[Array, "B T HV"],
+    *,
+    gate: Gate | None = None,
+    beta_max: float | None = None,
+    qk_norm: bool = False,
+    scale: float | None = None,
+    initial_state: Float[Array, "B *S HV K V"] | None = None,
+    return_final_state: bool = False,
+    segment_ids: Int[Array, "B T"] | None = None,
+    num_segments: int | None = None,
+    implementation: Implementation | None = None,
+) -> DeltaRuleOutput:
+    """Kimi Delta Attention, token by token: decoding (T = 1 and up) and small T. See `chunk_kda`.
+
+        S <- exp(g_t)[:, None] S;    S <- S + k_t (beta_t (v_t - S^T k_t))^T;    o_t = S^T (scale q_t)
+    {arguments}
+    Reference: Kimi Linear: An Expressive, Efficient Attention Architecture (arXiv:2510.26692).
+
+    >>> import jax, jfla
+    >>> q, k, v, g = jax.random.normal(jax.random.key(0), (4, 1, 1, 2, 16))
+    >>> beta, state = jax.numpy.ones((1, 1, 2)), jax.numpy.zeros((1, 2, 16, 16))
+    >>> out = jfla.recurrent_kda(q, k, v, -g * g, beta, qk_norm=True, initial_state=state, return_final_state=True)
+    >>> print(out.output.shape, out.final_state.shape)
+    (1, 1, 2, 16) (1, 2, 16, 16)
+    """
+    return _run(
+        "kda", "recurrent", q, k, v, g, beta, gate=gate, beta_max=beta_max, qk_norm=qk_norm, scale=scale,
+        initial_state=initial_state, return_final_state=return_final_state, segment_ids=segment_ids,
+        num_segments=num_segments, implementation=implementation,
+    )  # fmt: skip
+
+
+@_documented("[B, T, HV]")
+def recurrent_gdn(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T HV V"],
+    g: Float[Array, "B T HV"],
+    beta: Float[Array, "B T HV"],
+    *,
+    gate: Gate | None = None,
+    beta_max: float | None = None,
+    qk_norm: bool = False,
+    scale: float | None = None,
+    initial_state: Float[Array, "B *S HV K V"] | None = None,
+    return_final_state: bool = False,
+    segment_ids: Int[Array, "B T"] | None = None,
+    num_segments: int | None = None,
+    implementation: Implementation | None = None,
+) -> DeltaRuleOutput:
+    """Gated DeltaNet, token by token: decoding (T = 1 and up) and small T. See `chunk_gdn`.
+
+        S <- exp(g_t) S;    S <- S + k_t (beta_t (v_t - S^T k_t))^T;    o_t = S^T (scale q_t)
+    {arguments}
+    Reference: Yang, Kautz, Hatamizadeh, Gated Delta Networks: Improving Mamba2 with Delta Rule (arXiv:2412.06464).
+
+    >>> import jax, jfla
+    >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 5, 2, 16))
+    >>> g, beta = -jax.numpy.ones((1, 5, 2)), jax.numpy.ones((1, 5, 2))
+    >>> jfla.recurrent_gdn(q, k, v, g, beta, qk_norm=True).output.shape
+    (1, 5, 2, 16)
+    """
+    return _run(
+        "gdn", "recurrent", q, k, v, g, beta, gate=gate, beta_max=beta_max, qk_norm=qk_norm, scale=scale,
+        initial_state=initial_state, return_final_state=return_final_state, segment_ids=segment_ids,
+        num_segments=num_segments, implementation=implementation,
+    )  # fmt: skip
+
+
+_IMPLEMENTATIONS = {
+    ("chunk", "xla"): reference.chunked,
+    ("recurrent", "xla"): reference.recurrent,
+    ("chunk", "pallas"): pallas.chunked,
+    ("recurrent", "pallas"): pallas.recurrent,
+}
+
+
+def _run(
+    op: str, form: str, *arrays: Array, implementation: Implementation | None, **arguments: Any
+) -> DeltaRuleOutput:
+    inputs, options = validate(op, *arrays, implementation=implementation, **arguments)
+    if implementation != "xla":
+        reason = pallas.unsupported(form, inputs, options)
+        if implementation == "pallas" and reason is not None:
+            raise NotImplementedError(f'implementation="pallas" cannot take this call: {reason}')
+        implementation = "pallas" if reason is None else "xla"
+    return _IMPLEMENTATIONS[form, implementation](inputs, options)

@@ -1,0 +1,72 @@
+"""Packed sequences: segment ids, the fixed chunk grid with resets, and the aligned grid for states per segment."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int, Shaped
+
+from jfla._types import CHUNK
+
+
+def segment_ids_from_cu_seqlens(cu_seqlens: Int[Array, " S_plus_1"], total: int) -> Int[Array, "1 total"]:
+    """Segment ids of sequences packed one behind the other, from FlashAttention's cumulative lengths.
+
+    **Arguments:**
+
+    - `cu_seqlens`: `[S+1]`, starting at 0, not decreasing. A length of 0 is an empty sequence.
+    - `total`: the packed length T (static); tokens from `cu_seqlens[-1]` on are padding.
+
+    **Returns:** `[1, total]` int32: 1 .. S, and 0 on padding.
+
+    **Raises:** `ValueError` when `cu_seqlens` is not one-dimensional and integer, or `total` is negative.
+
+    >>> import jax.numpy as jnp
+    >>> print(segment_ids_from_cu_seqlens(jnp.array([0, 2, 2, 3]), 5))
+    [[1 1 3 0 0]]
+    """
+    cu_seqlens = jnp.asarray(cu_seqlens)
+    if cu_seqlens.ndim != 1 or not jnp.issubdtype(cu_seqlens.dtype, jnp.integer):
+        raise ValueError(f"cu_seqlens must be a 1-D integer array, got {cu_seqlens.dtype}{list(cu_seqlens.shape)}")
+    if total < 0:
+        raise ValueError(f"total must be a length >= 0, got {total}")
+    position = jnp.arange(total, dtype=cu_seqlens.dtype)
+    ids = jnp.searchsorted(cu_seqlens, position, side="right").astype(jnp.int32)
+    return jnp.where(position < cu_seqlens[-1], ids, 0)[None]
+
+
+def starts(segment_ids: Int[Array, "B T"]) -> Bool[Array, "B T"]:
+    """True on the first token of every segment but the one that opens the row; padding starts nothing."""
+    changed = (segment_ids[:, 1:] != segment_ids[:, :-1]) & (segment_ids[:, 1:] != 0)
+    return jnp.pad(changed, ((0, 0), (1, 0)))
+
+
+class Aligned(NamedTuple):
+    """A grid in which every segment starts on a chunk boundary: the place of each token, the segment of each chunk."""
+
+    source: Int[Array, "B T_aligned"]  # packed position that an aligned row reads; T (out of range) where it is padding
+    target: Int[Array, "B T"]  # aligned row of each packed token; T_aligned (out of range) where it is padding
+    segment: Int[Array, "B N"]  # 0-based segment of each chunk; unused chunks point at the last segment
+
+
+def align(segment_ids: Int[Array, "B T"], num_segments: int, chunk: int = CHUNK) -> Aligned:
+    """Lays packed segments on chunk boundaries. The grid is static: ceil(T / chunk) + S chunks always suffice."""
+    batch, time = segment_ids.shape
+    n_chunks = -(-time // chunk) + num_segments
+    segments = jnp.arange(1, num_segments + 1)
+    lengths = jnp.sum(segment_ids[:, :, None] == segments, axis=1)  # [B, S]
+    first_token = jnp.cumsum(lengths, axis=1) - lengths
+    chunks = -(-lengths // chunk)
+    last_chunk = jnp.cumsum(chunks, axis=1)
+    shift = (last_chunk - chunks) * chunk - first_token  # aligned row minus packed position, per segment
+    own_shift = jnp.take_along_axis(shift, jnp.maximum(segment_ids - 1, 0), axis=1)
+    valid = (segment_ids > 0) & (segment_ids <= num_segments)
+    target = jnp.where(valid, jnp.arange(time) + own_shift, n_chunks * chunk)
+    rows = jnp.broadcast_to(jnp.arange(batch)[:, None], target.shape)
+    source = jnp.full((batch, n_chunks * chunk), time).at[rows, target].set(jnp.arange(time)[None], mode="drop")
+    segment = jnp.sum(jnp.arange(n_chunks)[None, :, None] >= last_chunk[:, None], axis=-1)
+    return Aligned(source, target, jnp.minimum(segment, num_segments - 1))
+
+
+def take_rows(x: Shaped[Array, "B T *rest"], index: Int[Array, "B T_new"]) -> Shaped[Array, "B T_new *rest"]:
+    """x[b, index[b, t]], and 0 where the index is out of range."""
+    return jnp.take_along_axis(x, index.reshape(index.shape + (1,) * (x.ndim - 2)), axis=1, mode="fill", fill_value=0)

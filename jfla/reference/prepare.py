@@ -1,0 +1,104 @@
+"""From what a caller passes to what the recurrence reads: norms, gate, beta, scale, grouped heads, packing."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jfla._types import CHUNK, Inputs, Options
+from jfla.gates import l2norm, log_decay, wide, write_strength
+from jfla.packing import Aligned, align, starts, take_rows
+
+
+class TokenInputs(NamedTuple):
+    """One row per token and value head, in the dtype of computation; q is scaled, padding writes nothing.
+
+    `slot` says which of the states in `state` a token reads and writes: its segment when segments have states of their
+    own. Otherwise there is one slot, and a decay of -inf on the first token of a segment empties it.
+    """
+
+    q: Float[Array, "B T HV K"]
+    k: Float[Array, "B T HV K"]
+    v: Float[Array, "B T HV V"]
+    g: Float[Array, "B T HV G"]
+    beta: Float[Array, "B T HV"]
+    state: Float[Array, "B S HV K V"]
+    slot: Int[Array, "B T"]
+
+
+class ChunkInputs(NamedTuple):
+    """TokenInputs cut into chunks, heads before time. `slot` is None when there is one state per sequence."""
+
+    q: Float[Array, "B HV N C K"]
+    k: Float[Array, "B HV N C K"]
+    v: Float[Array, "B HV N C V"]
+    g: Float[Array, "B HV N C G"]
+    beta: Float[Array, "B HV N C"]
+    state: Float[Array, "B S HV K V"]
+    slot: Int[Array, "B N"] | None
+
+
+def prepare(inputs: Inputs, options: Options) -> TokenInputs:
+    """Applies every elementwise transform of the call; NaN in padding goes no further than here."""
+    q, k, v, g, beta, gate, state, segment_ids = inputs
+    batch, time, heads, key_dim = q.shape
+    value_heads, value_dim = v.shape[2:]
+    if segment_ids is not None:
+        keep = segment_ids > 0
+        q, k, v, g, beta = (jnp.where(keep.reshape(keep.shape + (1,) * (x.ndim - 2)), x, 0) for x in (q, k, v, g, beta))
+
+    q, k = (l2norm(x) if options.qk_norm else wide(x) for x in (q, k))
+    q, k = (jnp.repeat(x, value_heads // heads, axis=2) for x in (q * options.scale, k))
+    v, g, beta = wide(v), log_decay(g, gate), write_strength(beta, options.beta_max)
+    dtype = jnp.result_type(q, k, v, g, beta, *([] if state is None else [state]))
+
+    slot = jnp.zeros((batch, time), jnp.int32)
+    if segment_ids is not None:
+        keep = (segment_ids > 0)[:, :, None]
+        g, beta = jnp.where(keep[..., None], g, 0), jnp.where(keep, beta, 0)
+        if options.per_segment_state:
+            slot = jnp.maximum(segment_ids - 1, 0)
+        else:
+            g = jnp.where(starts(segment_ids)[:, :, None, None], -jnp.inf, g)
+    if state is None:
+        state = jnp.zeros((batch, options.num_segments or 1, value_heads, key_dim, value_dim), dtype)
+    elif not options.per_segment_state:
+        state = state[:, None]
+    q, k, v, g, beta, state = (x.astype(dtype) for x in (q, k, v, g, beta, state))
+    return TokenInputs(q, k, v, g, beta, state, slot)
+
+
+def prepare_chunks(inputs: Inputs, options: Options) -> ChunkInputs:
+    """`prepare`, then chunks of 64 tokens: on the packed grid, or aligned when every segment has a state of its own."""
+    tokens = prepare(inputs, options)
+    arrays = (tokens.q, tokens.k, tokens.v, tokens.g, tokens.beta)
+    slot = None
+    if options.per_segment_state:
+        grid = _grid(inputs, options)
+        arrays, slot = (take_rows(x, grid.source) for x in arrays), grid.segment
+    q, k, v, g, beta = (_to_chunks(x) for x in arrays)
+    return ChunkInputs(q, k, v, g, beta, tokens.state, slot)
+
+
+def from_chunks(output: Float[Array, "B HV N C V"], inputs: Inputs, options: Options) -> Float[Array, "B T HV V"]:
+    """The way back: chunks to [B, T, HV, V] in the dtype of v. Linear, so its transpose takes the cotangent there."""
+    batch, heads, n_chunks, chunk, value_dim = output.shape
+    output = jnp.moveaxis(output.reshape(batch, heads, n_chunks * chunk, value_dim), 1, 2)
+    if options.per_segment_state:
+        output = take_rows(output, _grid(inputs, options).target)
+    return output[:, : inputs.v.shape[1]].astype(inputs.v.dtype)
+
+
+def _grid(inputs: Inputs, options: Options) -> Aligned:
+    # What `per_segment_state` means.
+    assert inputs.segment_ids is not None
+    assert options.num_segments is not None
+    return align(inputs.segment_ids, options.num_segments)
+
+
+def _to_chunks(x: Array) -> Array:
+    """[B, T, HV, ...] -> [B, HV, N, C, ...]; rows past T are zero: no decay, nothing written."""
+    batch, time, heads, *rest = x.shape
+    n_chunks = -(-time // CHUNK)
+    x = jnp.pad(x, [(0, 0), (0, n_chunks * CHUNK - time)] + [(0, 0)] * (x.ndim - 2))
+    return jnp.moveaxis(x.reshape(batch, n_chunks, CHUNK, heads, *rest), 3, 1)

@@ -1,0 +1,60 @@
+"""The definition: one `step` of the delta rule and its `lax.scan`, the oracle of every implementation and the decoder.
+
+    S  <- exp(g_t) * S
+    e   = beta_t (v_t - S^T k_t)
+    S  <- S + k_t e^T
+    o_t = S^T (scale q_t)
+
+KDA decays every key channel (g_t [K]), GDN the whole state (g_t [1]); nothing else differs.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from jfla._types import DeltaRuleOutput, Inputs, Options
+from jfla.reference.prepare import TokenInputs, prepare
+
+
+def step(
+    state: Float[Array, "B HV K V"],
+    q: Float[Array, "B HV K"],
+    k: Float[Array, "B HV K"],
+    v: Float[Array, "B HV V"],
+    g: Float[Array, "B HV G"],
+    beta: Float[Array, "B HV"],
+) -> tuple[Float[Array, "B HV K V"], Float[Array, "B HV V"]]:
+    """One token: decay, correct, write, read. q is already scaled."""
+    state = state * jnp.exp(g)[..., None]
+    error = beta[..., None] * (v - jnp.einsum("bhkv,bhk->bhv", state, k))
+    state = state + k[..., None] * error[..., None, :]
+    return state, jnp.einsum("bhkv,bhk->bhv", state, q)
+
+
+def scan(tokens: TokenInputs) -> tuple[Float[Array, "B T HV V"], Float[Array, "B S HV K V"]]:
+    """The recurrence over time. `tokens.state` holds one state per slot; each token reads and writes its own slot."""
+    batch = jnp.arange(tokens.state.shape[0])
+
+    def token(states, x):
+        slot, *arrays = x
+        state, output = step(states[batch, slot], *arrays)
+        return states.at[batch, slot].set(state), output
+
+    by_time = [jnp.moveaxis(x, 1, 0) for x in (tokens.slot, tokens.q, tokens.k, tokens.v, tokens.g, tokens.beta)]
+    states, outputs = lax.scan(token, tokens.state, tuple(by_time))
+    return jnp.moveaxis(outputs, 0, 1), states
+
+
+@functools.partial(jax.jit, static_argnames="options")
+def recurrent(inputs: Inputs, options: Options) -> DeltaRuleOutput:
+    """Runs the definition on validated inputs: any float dtype, differentiable in every mode and to any order."""
+    with jax.named_scope("jfla_recurrent"), jax.default_matmul_precision("highest"):
+        tokens = prepare(inputs, options)
+        output, states = scan(tokens)
+        final = None
+        if options.return_final_state:
+            final = states if options.per_segment_state else states[:, 0]
+        return DeltaRuleOutput(output.astype(inputs.v.dtype), final)
