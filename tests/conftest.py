@@ -1,0 +1,67 @@
+"""Sets up every test run: platform, eight simulated devices, shape-checked internals, and skips with their reasons."""
+
+import functools
+import importlib.util
+import os
+import pathlib
+import shutil
+
+import pytest
+from jaxtyping import install_import_hook
+
+# Shapes in the annotations are checked at every call. `jfla.api` and `jfla._validate` are left out: bad arguments must
+# meet their own ValueErrors.
+_CHECKED = ["jfla.reference", "jfla.gates", "jfla.packing", "jfla.pallas"]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before any test module imports JAX."""
+    asked_for = config.getoption("markexpr", "").strip() == "gpu"
+    if asked_for:
+        os.environ["JFLA_TEST_GPU"] = "1"  # workers of pytest-xdist inherit it
+    if os.environ.get("JFLA_TEST_GPU", "0") != "1":
+        os.environ["JAX_PLATFORMS"] = "cpu"
+    devices = "--xla_force_host_platform_device_count=8"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {devices}".strip()
+    install_import_hook(_CHECKED, "beartype.beartype")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for marker, missing in (("gpu", _no_gpu), ("aot", _no_compiler)):
+        for item in items:
+            if item.get_closest_marker(marker) and (reason := missing()):
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@functools.cache
+def _no_gpu() -> str | None:
+    if os.environ.get("JFLA_TEST_GPU", "0") != "1":
+        return "needs a GPU of compute capability 9.0: run with JFLA_TEST_GPU=1 or -m gpu"
+    import jax
+
+    device = jax.devices()[0]
+    if device.platform != "gpu":
+        return f"needs a GPU of compute capability 9.0, JAX found only {device.platform}"
+    if device.compute_capability != "9.0":
+        return f"needs compute capability 9.0, {device.device_kind} has {device.compute_capability}"
+    return None
+
+
+@functools.cache
+def _no_compiler() -> str | None:
+    for package in ("jax_cuda13_plugin", "jax_plugins.xla_cuda13"):
+        try:
+            found = importlib.util.find_spec(package)
+        except ModuleNotFoundError:
+            found = None
+        if found is None:
+            return f"compiling for the H200 needs the dependency group 'aot': no package {package}"
+    if shutil.which("ptxas") is None and not any(_packaged_ptxas()):
+        return "compiling for the H200 needs the dependency group 'aot': no ptxas"
+    return None
+
+
+def _packaged_ptxas() -> list[pathlib.Path]:
+    spec = importlib.util.find_spec("nvidia")
+    folders = [] if spec is None else spec.submodule_search_locations or []
+    return [path for folder in folders for path in pathlib.Path(folder).glob("*/bin/ptxas")]
