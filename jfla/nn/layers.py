@@ -35,7 +35,7 @@ class Projection(nnx.Module):
         self.bias = nnx.data(None)
         if use_bias:
             self.bias = partitioned(nnx.initializers.zeros, axes[len(inputs) :], rngs, outputs, param_dtype)
-        self.inputs, self.dtype = len(inputs), dtype
+        self.inputs, self.outputs, self.dtype = len(inputs), len(outputs), dtype
 
     def __call__(self, x: Float[Array, "B T *inputs"], result: Any = None) -> Float[Array, "B T *outputs"]:
         """`result` is the dtype of the accumulated result, the layer's own by default."""
