@@ -42,8 +42,8 @@ class CausalAttention(nnx.Module):
     **Call:** as the delta-rule layers: `layer(x, segment_ids=None, cache=None)`. Memory grows with T^2, and the cache
     of `init_cache(batch, max_len)` holds at most `max_len` tokens per row.
 
-    **Raises:** `ValueError` for sizes that do not fit, and when a call overruns the cache (where its length is known:
-    under `jit` the tokens that find no room are not kept).
+    **Raises:** `ValueError` for sizes that do not fit, and when a call overruns the cache. Under `jit` nobody knows how
+    full it is: tokens that find no room are then not kept.
 
     Reference: Vaswani et al. (arXiv:1706.03762); Su et al., RoFormer (arXiv:2104.09864).
 
@@ -126,12 +126,13 @@ def _extend(
     """The cache with this call's tokens behind its own, and the sequence number of each of them."""
     batch, time = position.shape
     room = cache.key.shape[1]
-    longest = time if isinstance(cache.length, Tracer) else time + int(cache.length.max())
-    if segment_ids is None and longest > room:
-        raise ValueError(f"the cache must have room for {longest} tokens, its max_len is {room}")
-    rows = jnp.arange(batch)[:, None]
     if segment_ids is None:
         segment_ids = jnp.ones((batch, time), jnp.int32)
+    length = cache.length + jnp.sum(segment_ids > 0, axis=1)
+    longest = 0 if isinstance(length, Tracer) else int(length.max())
+    if longest > room:
+        raise ValueError(f"the cache must have room for {longest} tokens, its max_len is {room}")
+    rows = jnp.arange(batch)[:, None]
     new = jnp.cumsum(jnp.diff(segment_ids, axis=1, prepend=segment_ids[:, :1]) != 0, axis=1)
     latest = jnp.take_along_axis(cache.sequence, jnp.maximum(cache.length - 1, 0)[:, None], axis=1)
     own = jnp.where(segment_ids > 0, jnp.maximum(latest, 1) + new, 0)
@@ -141,6 +142,6 @@ def _extend(
         key=cache.key.at[rows, target].set(k.astype(cache.key.dtype), mode="drop"),
         value=cache.value.at[rows, target].set(v.astype(cache.value.dtype), mode="drop"),
         sequence=cache.sequence.at[rows, target].set(own, mode="drop"),
-        length=cache.length + jnp.sum(segment_ids > 0, axis=1),
+        length=length,
     )
     return cache, own

@@ -80,9 +80,9 @@ def load_hf(path: Path, config: DeltaLMConfig | None = None) -> DeltaLM:
 
     **Raises:** as `load_mixer`; also a `ValueError` listing everything in `config.json` that DeltaLM has no part for.
     """
-    model = DeltaLM(fla_config(path) if config is None else config, rngs=nnx.Rngs(0))
-    config = model.config
     with open_checkpoint(path) as checkpoint:
+        config = fla_config(path) if config is None else config
+        model = DeltaLM(config, rngs=nnx.Rngs(0))
         fill(model, checkpoint, [fla_model(config.op, config.num_layers, config.attention_layers)], "")
     return model
 

@@ -186,7 +186,8 @@ class _DeltaMixer(nnx.Module):
             # segments' borders become decays that empty the state.
             *qkv, g, beta = arrays
             real = segment_ids > 0
-            g, beta = _with_borders(log_decay(g, gate), write_strength(beta, beta_max), segment_ids)
+            decay = log_decay(g.reshape(*beta.shape, -1), gate).reshape(g.shape)
+            g, beta = _with_borders(decay, write_strength(beta, beta_max), segment_ids)
             arrays, gate, beta_max, segment_ids = (*qkv, g, beta), None, None, None
         out = delta_rule(
             op, arrays, gate, state, segment_ids, beta_max=beta_max, qk_norm=True,
