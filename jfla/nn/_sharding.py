@@ -22,10 +22,13 @@ Axes = tuple[str | None, ...]
 
 
 def annotated(initializer: Callable, axes: Axes) -> Callable:
-    """The initializer of a parameter with a logical axis name (or None) per axis."""
-    # Flax lays a new parameter out at once and fails where there is no mesh, or no rule to name its axes.
-    sharded = bool(get_logical_axis_rules()) and not jax.sharding.get_abstract_mesh().empty
-    return nnx.with_partitioning(initializer, axes, eager_sharding=sharded)
+    """The initializer of a parameter with a logical axis name (or None) per axis, laid out along them under a mesh."""
+
+    def laid_out(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+        return constrain(initializer(key, shape, dtype), axes)
+
+    # Flax's own eager layout fails without a mesh or a rule, and whether it is on is part of a parameter's type.
+    return nnx.with_partitioning(laid_out, axes, eager_sharding=False)
 
 
 def partitioned(initializer: Callable, axes: Axes, rngs: nnx.Rngs, shape: tuple[int, ...], dtype: Any) -> nnx.Param:
@@ -34,7 +37,7 @@ def partitioned(initializer: Callable, axes: Axes, rngs: nnx.Rngs, shape: tuple[
 
 
 def constrain(x: Array, axes: Axes) -> Array:
-    """Asks the compiler to lay an activation out along its logical axes; None is replicated."""
+    """Lays an array out along its logical axes; None, and what the mesh axis does not divide, is replicated."""
     names = [_mesh_axis(axis) for axis in axes]
     sizes = [_size(name) for name in names]
     if not any(names):
