@@ -44,7 +44,8 @@ class SoftplusGate:
     dt_bias: Float[Array, "HV *K"] | None = None
 
     def __call__(self, x: Float[Array, "*batch HV G"]) -> Float[Array, "*batch HV G"]:
-        x, a_log = _biased(x, self.dt_bias), _per_head(self.a_log, x)
+        x = _biased(x, self.dt_bias)
+        a_log = _per_head(self.a_log, x)
         # Far below zero softplus(x) is exp(x), and exp(a_log + x) is finite where exp(a_log) * exp(x) is inf * 0.
         tail = jnp.log(jnp.finfo(x.dtype).eps)
         small = jnp.exp(jnp.minimum(a_log + jnp.minimum(x, tail), _MAX_LOG_RATE))
