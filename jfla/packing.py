@@ -3,12 +3,14 @@
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int, Shaped
+import numpy as np
+from jax.core import Tracer
+from jaxtyping import Array, Bool, Int, Integer, Shaped
 
 from jfla._types import CHUNK
 
 
-def segment_ids_from_cu_seqlens(cu_seqlens: Int[Array, " S_plus_1"], total: int) -> Int[Array, "1 total"]:
+def segment_ids_from_cu_seqlens(cu_seqlens: Integer[Array, " S_plus_1"], total: int) -> Int[Array, "1 total"]:
     """Segment ids of sequences packed one behind the other, from FlashAttention's cumulative lengths.
 
     **Arguments:**
@@ -18,20 +20,33 @@ def segment_ids_from_cu_seqlens(cu_seqlens: Int[Array, " S_plus_1"], total: int)
 
     **Returns:** `[1, total]` int32: 1 .. S, and 0 on padding.
 
-    **Raises:** `ValueError` when `cu_seqlens` is not one-dimensional and integer, or `total` is negative.
+    **Raises:** `ValueError` when `cu_seqlens` is not one-dimensional and integer, does not start at 0, decreases or
+    passes `total` (its values are looked at outside of transformations only), or `total` is not an int >= 0.
 
     >>> import jax.numpy as jnp
     >>> print(segment_ids_from_cu_seqlens(jnp.array([0, 2, 2, 3]), 5))
     [[1 1 3 0 0]]
     """
     cu_seqlens = jnp.asarray(cu_seqlens)
-    if cu_seqlens.ndim != 1 or not jnp.issubdtype(cu_seqlens.dtype, jnp.integer):
-        raise ValueError(f"cu_seqlens must be a 1-D integer array, got {cu_seqlens.dtype}{list(cu_seqlens.shape)}")
-    if total < 0:
-        raise ValueError(f"total must be a length >= 0, got {total}")
-    position = jnp.arange(total, dtype=cu_seqlens.dtype)
+    if cu_seqlens.ndim != 1 or cu_seqlens.size == 0 or not jnp.issubdtype(cu_seqlens.dtype, jnp.integer):
+        raise ValueError(f"cu_seqlens must be integers [S+1], got {cu_seqlens.dtype}{list(cu_seqlens.shape)}")
+    if not isinstance(total, (int, np.integer)) or isinstance(total, bool) or total < 0:
+        raise ValueError(f"total must be a static int >= 0, got {total!r}")
+    if not isinstance(cu_seqlens, Tracer) and cu_seqlens.is_fully_addressable:
+        _check_cu_seqlens(np.asarray(cu_seqlens), total)
+    position = jnp.arange(total)
     ids = jnp.searchsorted(cu_seqlens, position, side="right").astype(jnp.int32)
     return jnp.where(position < cu_seqlens[-1], ids, 0)[None]
+
+
+def _check_cu_seqlens(cu_seqlens: np.ndarray, total: int) -> None:
+    if cu_seqlens[0] != 0:
+        raise ValueError(f"cu_seqlens must start at 0, got {cu_seqlens[0]}")
+    if (cu_seqlens[1:] < cu_seqlens[:-1]).any():
+        at = int(np.argmax(cu_seqlens[1:] < cu_seqlens[:-1]))
+        raise ValueError(f"cu_seqlens must not decrease, got {cu_seqlens[at]} before {cu_seqlens[at + 1]}")
+    if cu_seqlens[-1] > total:
+        raise ValueError(f"cu_seqlens must end at {total=} at most, got {cu_seqlens[-1]}")
 
 
 def starts(segment_ids: Int[Array, "B T"]) -> Bool[Array, "B T"]:
