@@ -1,5 +1,6 @@
 """Checks the arguments of all four ops by one table, and turns them into `Inputs` and `Options`."""
 
+import dataclasses
 import math
 import numbers
 from collections.abc import Callable, Iterator
@@ -45,9 +46,11 @@ def validate(
             raise ValueError(f"{name} must be {rule}, got {static[name]!r}")
     _check_gate_type(gate)
 
-    arrays = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "initial_state": initial_state, "segment_ids": segment_ids}
-    arrays |= {"gate.a_log": getattr(gate, "a_log", None), "gate.dt_bias": getattr(gate, "dt_bias", None)}
-    arrays = {name: _as_array(name, x) for name, x in arrays.items() if x is not None}
+    needed = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
+    optional = {"initial_state": initial_state, "segment_ids": segment_ids}
+    optional |= {"gate.a_log": getattr(gate, "a_log", None), "gate.dt_bias": getattr(gate, "dt_bias", None)}
+    optional = {name: x for name, x in optional.items() if x is not None}
+    arrays = {name: _as_array(name, x) for name, x in (needed | optional).items()}
     for name, x in arrays.items():
         _check_dtype(name, x)
     _check_shapes(op, arrays, num_segments, return_final_state)
@@ -64,16 +67,17 @@ def validate(
         return_final_state=bool(return_final_state),
         num_segments=int(num_segments) if num_segments is not None and states else None,
     )
-    g = arrays["g"] if op == "kda" else arrays["g"][..., None]
+    if gate is not None:
+        gate = dataclasses.replace(gate, a_log=arrays.get("gate.a_log"), dt_bias=arrays.get("gate.dt_bias"))
     inputs = Inputs(
         q=arrays["q"],
         k=arrays["k"],
         v=arrays["v"],
-        g=g,
+        g=arrays["g"] if op == "kda" else _with_last_axis(arrays["g"]),
         beta=arrays["beta"],
         gate=gate,
         initial_state=arrays.get("initial_state"),
-        segment_ids=arrays.get("segment_ids"),
+        segment_ids=_as_int32(arrays.get("segment_ids")),
     )
     return inputs, options
 
@@ -116,6 +120,17 @@ def _as_array(name: str, x: Any) -> Array:
         return jnp.asarray(x)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{name} must be an array, got {type(x).__name__}") from error
+
+
+def _with_last_axis(x: Array) -> Array:
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return cast(Array, jax.ShapeDtypeStruct((*x.shape, 1), x.dtype))
+    return x[..., None]
+
+
+def _as_int32(ids: Array | None) -> Array | None:
+    """One dtype for everybody: id - 1 wraps around in an unsigned one, a position does not fit in a narrow one."""
+    return ids if ids is None or isinstance(ids, jax.ShapeDtypeStruct) else ids.astype(jnp.int32)
 
 
 def _check_dtype(name: str, x: Array) -> None:

@@ -1,4 +1,4 @@
-"""What the op tests share: configurations, drawn inputs, a numpy float64 oracle, and one jitted call per configuration."""
+"""What the op tests share: configurations, drawn inputs, a numpy float64 oracle, one jitted call per configuration."""
 
 import dataclasses
 import functools
@@ -107,19 +107,17 @@ def draw(config: Config, style: Style) -> tuple[dict[str, np.ndarray], np.ndarra
         x["initial_state"] = normal(states)
     ids = None if c.segments is None else np.stack([_layout(rng, c.time, c.segments) for _ in range(c.batch)])
     cotangents = {"output": normal(x["v"].shape)} | ({"final_state": normal(states)} if c.final else {})
-    wide = ("a_log", "dt_bias", "initial_state", "final_state")
     inputs, cotangents = (
-        {
-            name: rounded(a, "float32" if name in wide and c.dtype != "float64" else c.dtype)
-            for name, a in arrays.items()
-        }
+        {name: a.astype(jnp.dtype(dtype(c, name))).astype(np.float64) for name, a in arrays.items()}
         for arrays in (x, cotangents)
     )
     return inputs, ids, cotangents
 
 
-def rounded(x: np.ndarray, dtype: str) -> np.ndarray:
-    return x.astype(jnp.dtype(dtype)).astype(np.float64)
+def dtype(config: Config, name: str) -> str:
+    """States and the gate's parameters stay float32 next to bfloat16 and float16."""
+    wide = name in ("a_log", "dt_bias", "initial_state", "final_state") and config.dtype != "float64"
+    return "float32" if wide else config.dtype
 
 
 def _layout(rng: np.random.Generator, time: int, segments: int) -> np.ndarray:
@@ -228,14 +226,9 @@ def compiled(config: Config, form: str, gradients: bool = True):
 def evaluate(config: Config, form: str, x, ids, cotangents, gradients: bool = True) -> dict[str, np.ndarray]:
     """`compiled` on float64 numpy arrays, which go in with the config's dtype; results as they come, in numpy."""
     with jax.enable_x64(config.dtype == "float64"):
-        wide = "float64" if config.dtype == "float64" else "float32"
-
-        def cast(name, a):
-            return jnp.asarray(
-                a, wide if name in ("a_log", "dt_bias", "initial_state", "final_state") else config.dtype
-            )
-
-        x, cotangents = ({name: cast(name, a) for name, a in arrays.items()} for arrays in (x, cotangents))
+        x, cotangents = (
+            {name: jnp.asarray(a, dtype(config, name)) for name, a in arrays.items()} for arrays in (x, cotangents)
+        )
         out = compiled(config, form, gradients)(x, None if ids is None else jnp.asarray(ids), cotangents)
         return {name: np.asarray(a) for name, a in out.items()}
 
