@@ -85,9 +85,14 @@ def _mesh_axis(logical: str | None) -> Any:
     if logical is None or mesh.empty:
         return None
     name = dict(get_logical_axis_rules()).get(logical, logical)
-    automatic = {axis for axis, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Auto}
-    names = name if isinstance(name, tuple) else (name,)
-    return name if automatic.issuperset(names) else None
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types))
+    found = {kinds.get(axis) for axis in (name if isinstance(name, tuple) else (name,))}
+    if AxisType.Explicit in found:
+        raise ValueError(
+            f"mesh axis {name!r} for {logical!r} must be AxisType.Auto, got Explicit: "
+            "make the mesh with jax.make_mesh(..., axis_types=(jax.sharding.AxisType.Auto, ...))"
+        )
+    return name if found == {AxisType.Auto} else None
 
 
 def _size(name: Any) -> int:

@@ -1,0 +1,100 @@
+"""On a mesh of two by four devices: one training step as on one device, and no array gathered around the op."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jfla.nn
+
+RULES = (("batch", "data"), ("heads", "model"), ("mlp", "model"), ("vocab", "model"), ("embed", None))
+BATCH, TIME, VOCAB = 4, 70, 32
+
+
+def mesh(kind=AxisType.Auto):
+    return jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind, kind))
+
+
+def make(op):
+    config = jfla.nn.DeltaLMConfig(
+        vocab_size=VOCAB, hidden_size=32, num_layers=2, num_heads=4, head_dim=8, num_value_heads=8, op=op,
+        attention_layers=(1,), intermediate_size=64,
+    )  # fmt: skip
+    model = jfla.nn.DeltaLM(config, rngs=nnx.Rngs(0))
+    return model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+
+
+@nnx.jit
+def step(model, optimizer, tokens, segment_ids):
+    def loss(model):
+        return jfla.nn.next_token_loss(model(tokens, segment_ids), tokens, segment_ids)
+
+    value, grads = nnx.value_and_grad(loss)(model)
+    optimizer.update(model, grads)
+    return value
+
+
+def test_one_step_is_that_of_one_device():
+    tokens = jax.random.randint(jax.random.key(0), (BATCH, TIME), 0, VOCAB)
+    segment_ids = jnp.broadcast_to(jnp.arange(TIME) // 30 + 1, (BATCH, TIME))
+    model, optimizer = make("gdn")
+    devices = mesh()
+    with jax.set_mesh(devices), nnx.logical_axis_rules(RULES):
+        spread, spread_optimizer = make("gdn")
+        kernel = spread.blocks[0].mixer.v_proj.kernel[...]
+        assert kernel.sharding.spec == P(None, "model", None)
+        assert kernel.addressable_shards[0].data.shape == (32, 2, 8)
+        rows = [jax.device_put(x, jax.NamedSharding(devices, P("data"))) for x in (tokens, segment_ids)]
+        compiled = step.lower(spread, spread_optimizer, *rows).compile().as_text()
+        loss = step(spread, spread_optimizer, *rows)
+
+    np.testing.assert_allclose(loss, step(model, optimizer, tokens, segment_ids), rtol=1e-6)
+    for path, expected in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        got = dict(nnx.to_flat_state(nnx.state(spread, nnx.Param)))[path]
+        np.testing.assert_allclose(got[...], expected[...], rtol=1e-4, atol=1e-6, err_msg=str(path))
+
+    # Each device holds the states [B, HV, K, V] of its own rows and heads.
+    assert "f32[2,2,8,8]" in compiled
+    assert "f32[4,8,8,8]" not in compiled
+    # The row-parallel projections add up their parts; nothing else moves, least of all around the op.
+    assert re.search(r"\ball-reduce(-start)?\(", compiled)
+    assert not re.findall(r".*\b(?:all-gather|all-to-all|collective-permute)(?:-start)?\(.*", compiled)
+
+
+def test_decoding_on_a_mesh():
+    prompt = jax.random.randint(jax.random.key(1), (BATCH, 5), 0, VOCAB)
+    expected = make("kda")[0].generate(prompt, 3, key=jax.random.key(0), temperature=0.0)
+    with jax.set_mesh(mesh()), nnx.logical_axis_rules(RULES):
+        spread = make("kda")[0]
+        np.testing.assert_array_equal(spread.generate(prompt, 3, key=jax.random.key(0), temperature=0.0), expected)
+        # A single row cannot be split over the data axis, so every device holds it.
+        alone = spread.generate(prompt[:1], 3, key=jax.random.key(0), temperature=0.0)
+        np.testing.assert_array_equal(alone, expected[:1])
+
+
+@pytest.mark.parametrize("op", ["kda", "gdn"])
+def test_every_parameter_names_its_axes(op):
+    model, _ = make(op)
+    known = {"embed", "heads", "mlp", "vocab", None}
+    for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        (axes,) = (
+            param.get_metadata()[name] for name in ("out_sharding", "sharding_names") if param.has_metadata(name)
+        )
+        assert len(axes) == param.ndim, path
+        assert set(axes) <= known, path
+
+
+def test_explicit_axes_are_refused_with_the_remedy():
+    layer = jfla.nn.GatedDeltaNet(8, num_heads=4, head_dim=4, rngs=nnx.Rngs(0))
+    with (
+        jax.set_mesh(mesh(AxisType.Explicit)),
+        nnx.logical_axis_rules(RULES),
+        pytest.raises(ValueError, match=r"must be AxisType\.Auto, got Explicit"),
+    ):
+        layer(jnp.ones((2, 3, 8)))
