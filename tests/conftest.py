@@ -24,6 +24,10 @@ def pytest_configure(config: pytest.Config) -> None:
     devices = "--xla_force_host_platform_device_count=8"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {devices}".strip()
     install_import_hook(_CHECKED, "beartype.beartype")
+    from jfla import gates
+
+    for gate in (gates.SoftplusGate, gates.SigmoidGate):
+        gate.__init__ = gate.__init__.__wrapped__  # JAX builds pytrees with placeholders in the place of arrays
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
