@@ -1,0 +1,5 @@
+"""`python -m jfla.cli` is `jfla`."""
+
+from jfla.cli import main
+
+main()

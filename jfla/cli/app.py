@@ -1,0 +1,65 @@
+"""The commands and their options. Each imports the file that does its work when it runs, so that help comes fast."""
+
+import enum
+import pathlib
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_show_locals=False)
+
+
+class Op(enum.StrEnum):
+    """The two ops."""
+
+    kda = "kda"
+    gdn = "gdn"
+
+
+class Implementation(enum.StrEnum):
+    """The implementations that can be asked for by name."""
+
+    pallas = "pallas"
+    xla = "xla"
+
+
+@app.callback()
+def jfla() -> None:
+    """Kimi Delta Attention and Gated DeltaNet for JAX."""
+
+
+@app.command()
+def info() -> None:
+    """Show versions, devices, and which implementation each op takes here and why."""
+    from jfla.cli.info import show
+
+    show(Console())
+
+
+@app.command()
+def demo(
+    op: Annotated[Op, typer.Option(help="Kimi Delta Attention or Gated DeltaNet.")] = Op.kda,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps of each of the two models.")] = 150,
+    out: Annotated[
+        pathlib.Path, typer.Option(file_okay=False, help="Folder of checkpoints, curve and results.")
+    ] = pathlib.Path("jfla-demo"),
+    implementation: Annotated[
+        Implementation | None, typer.Option(help="Implementation of the op; chosen by itself when left out.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of parameters, data and sampling.")] = 0,
+) -> None:
+    """Train two small models on this machine: one on Python's own source, one on associative recall.
+
+    Both are saved as they go. The same command goes on where an interrupted one stopped; a larger --steps goes on from
+    a finished one.
+    """
+    from jfla.cli.demo import Refused, run
+
+    try:
+        run(op.value, steps, out, implementation.value if implementation else None, seed, Console())
+    except Refused as refused:
+        raise typer.BadParameter(str(refused), param_hint=f"--{refused.option}") from None
+    except KeyboardInterrupt:
+        typer.echo("Stopped. The same command goes on from the last checkpoint.", err=True)
+        raise typer.Exit(130) from None

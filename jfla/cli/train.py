@@ -1,0 +1,156 @@
+"""Trains one of the demo's models: a jitted update, and checkpoints from which a killed run goes on."""
+
+import dataclasses
+import functools
+import pathlib
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple
+
+import grain
+import jax
+import jax.numpy as jnp
+import optax
+import orbax.checkpoint as ocp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jfla._types import Implementation
+from jfla.cli import data
+from jfla.nn import DeltaLM, DeltaLMConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What decides the numbers of a run: it can be continued only under the settings that it began with."""
+
+    op: Literal["kda", "gdn"] = "kda"
+    seed: int = 0
+    hidden_size: int = 128
+    num_layers: int = 2
+    num_heads: int = 2
+    head_dim: int = 32
+    rows: int = 16
+    time: int = 128
+    learning_rate: float = 4e-3
+
+    def model(self, implementation: Implementation | None) -> DeltaLM:
+        config = DeltaLMConfig(
+            vocab_size=data.VOCAB,
+            hidden_size=self.hidden_size,
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            head_dim=self.head_dim,
+            op=self.op,
+            implementation=implementation,
+        )
+        return DeltaLM(config, rngs=nnx.Rngs(self.seed))
+
+    def optimizer(self, steps: int) -> optax.GradientTransformation:
+        warmup = 20
+        rate = optax.warmup_cosine_decay_schedule(
+            0.0, self.learning_rate, warmup, max(steps, warmup + 1), self.learning_rate / 20
+        )
+        return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.98, weight_decay=0.01))
+
+
+class Metrics(NamedTuple):
+    """Means over the scored positions: cross-entropy in bits per token, and how often the likeliest token is right."""
+
+    bits: Float[Array, ""]
+    accuracy: Float[Array, ""]
+
+
+Curves = dict[str, list[float]]  # one list per field of Metrics, one entry per step
+
+
+def metrics(model: DeltaLM, batch: data.Batch) -> Metrics:
+    """Metrics of one batch."""
+    tokens = jnp.asarray(batch.tokens)
+    logits, target = model(tokens[:, :-1]), tokens[:, 1:]
+    bits = optax.softmax_cross_entropy_with_integer_labels(logits, target) / jnp.log(2)
+    right = jnp.argmax(logits, axis=-1) == target
+    return Metrics(*(jnp.mean(x, where=batch.scored, dtype=jnp.float32) for x in (bits, right)))
+
+
+@nnx.jit
+def update(model: DeltaLM, optimizer: nnx.Optimizer, batch: data.Batch) -> Metrics:
+    """One step of the optimizer."""
+
+    def loss(model: DeltaLM) -> tuple[Float[Array, ""], Metrics]:
+        result = metrics(model, batch)
+        return result.bits, result
+
+    (_, result), grads = nnx.value_and_grad(loss, has_aux=True)(model)
+    optimizer.update(model, grads)
+    return result
+
+
+def evaluate(model: DeltaLM, dataset: grain.MapDataset[data.Batch]) -> Metrics:
+    """Mean metrics over a whole data set."""
+    results = [_evaluate(model, batch) for batch in dataset]
+    return Metrics(*(jnp.mean(jnp.stack(x)) for x in zip(*results)))
+
+
+_evaluate = nnx.jit(metrics)
+
+
+@functools.partial(nnx.jit, static_argnums=(0, 1, 2))
+def _create(
+    settings: Settings, steps: int, implementation: Implementation | None
+) -> tuple[DeltaLM, nnx.Optimizer[DeltaLM]]:
+    model = settings.model(implementation)
+    return model, nnx.Optimizer(model, settings.optimizer(steps), wrt=nnx.Param)
+
+
+class Run:
+    """A model in training and its place on disk.
+
+    Checkpoints are `folder/<step>`; each is written under another name and moved when it is whole, so that a kill at
+    any time leaves the one before. They hold parameters, optimizer and curves: data of step i depend on i alone, so a
+    run that was killed and continued ends with the bits of one that was not.
+    """
+
+    def __init__(self, settings: Settings, steps: int, folder: pathlib.Path, implementation: Implementation | None):
+        self.steps = steps
+        self.model, self.optimizer = _create(settings, steps, implementation)
+        self.curves: Curves = {name: [] for name in Metrics._fields}
+        options = ocp.CheckpointManagerOptions(max_to_keep=2, cleanup_tmp_directories=True)
+        self._checkpoints = ocp.CheckpointManager(folder.absolute(), options=options)
+        if (saved := self._checkpoints.latest_step()) is not None:
+            self._restore(saved)
+
+    @property
+    def step(self) -> int:
+        """Steps done so far."""
+        return len(self.curves["bits"])
+
+    def train(self, dataset: grain.MapDataset[data.Batch], save_every: int) -> Iterator[Metrics]:
+        """Does the steps that are left and yields the metrics of each."""
+        while self.step < self.steps:
+            result = update(self.model, self.optimizer, dataset[self.step])
+            for name, value in result._asdict().items():
+                self.curves[name].append(float(value))
+            if self.step % save_every == 0 or self.step == self.steps:
+                self._save()
+            yield result
+        self._checkpoints.wait_until_finished()
+
+    def close(self) -> None:
+        """Waits until what is being written is on disk."""
+        self._checkpoints.close()
+
+    def _state(self) -> Any:
+        return nnx.to_pure_dict(nnx.state((self.model, self.optimizer)))
+
+    def _save(self) -> None:
+        arguments = {"state": ocp.args.StandardSave(self._state()), "curves": ocp.args.JsonSave(self.curves)}
+        self._checkpoints.save(self.step, args=ocp.args.Composite(**arguments), force=True)
+
+    def _restore(self, step: int) -> None:
+        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, self._state())
+        arguments = {"state": ocp.args.StandardRestore(abstract), "curves": ocp.args.JsonRestore()}
+        restored = self._checkpoints.restore(step, args=ocp.args.Composite(**arguments))
+        state = nnx.state((self.model, self.optimizer))
+        nnx.replace_by_pure_dict(state, restored["state"])
+        nnx.update((self.model, self.optimizer), state)
+        self.curves = restored["curves"]

@@ -1,0 +1,69 @@
+"""The command line: what it says about the machine, about wrong options, and when its packages are missing."""
+
+import importlib.util
+
+import jax
+import pytest
+from typer.testing import CliRunner
+
+from jfla import cli, pallas
+from jfla.cli.app import app
+
+
+def invoke(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, list(arguments), env={"COLUMNS": "200", "TERM": "dumb"})
+    return result.exit_code, " ".join(result.output.split())
+
+
+def test_info_names_versions_devices_and_the_choice_of_every_op():
+    code, output = invoke("info")
+    assert code == 0
+    assert jax.__version__ in output
+    assert str(jax.devices()[0]) in output
+    for op in ("chunk_kda", "chunk_gdn", "recurrent_kda", "recurrent_gdn"):
+        assert f"{op} │ bfloat16 │ xla │ pallas: " in output
+
+
+def test_info_repeats_the_kernels_own_reason(monkeypatch: pytest.MonkeyPatch):
+    reasons = {"chunk": None, "recurrent": "no such kernel in this test"}
+    monkeypatch.setattr(pallas, "unsupported", lambda form, inputs, options: reasons[form])
+    _, output = invoke("info")
+    assert "chunk_gdn │ float32 │ pallas │ a kernel for this device" in output
+    assert "recurrent_gdn │ float32 │ xla │ pallas: no such kernel in this test" in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--op", "mamba"], ("--op", "'mamba' is not one of 'kda', 'gdn'")),
+        (["--steps", "0"], ("--steps", "1")),
+        (["--seed", "-1"], ("--seed", "0")),
+        (["--implementation", "triton"], ("--implementation", "'pallas', 'xla'")),
+        (["--implementation", "pallas"], ("--implementation", "pallas cannot run this model here: ")),
+    ],
+)
+def test_wrong_options_are_named(arguments: list[str], said: tuple[str, ...], tmp_path):
+    code, output = invoke("demo", "--out", str(tmp_path / "out"), *arguments)
+    assert code == 2
+    for part in said:
+        assert part in output
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_of_other_things_is_left_alone(tmp_path):
+    (tmp_path / "thesis.tex").touch()
+    code, output = invoke("demo", "--out", str(tmp_path))
+    assert code == 2
+    assert "is not empty and not a folder of this demo" in output
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in ("typer", "grain") else found(name))
+    with pytest.raises(SystemExit) as exit:
+        cli.main()
+    assert exit.value.code == 1
+    message = capsys.readouterr().err
+    assert "typer, grain" in message
+    assert "pip install 'jfla[cli]'" in message

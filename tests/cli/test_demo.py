@@ -1,0 +1,113 @@
+"""The demo itself, on a tiny model: it learns, survives kill -9, goes on to the same bits, and knows its own folder."""
+
+import io
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from rich.console import Console
+
+from jfla.cli import demo
+from jfla.cli.train import Settings
+
+TINY = Settings(op="gdn", hidden_size=32, num_layers=1, num_heads=1, head_dim=16, rows=4, time=32, learning_rate=1e-2)
+STEPS, SAVE_EVERY = 40, 5
+
+
+def run(out: pathlib.Path, steps: int = STEPS, settings: Settings = TINY) -> tuple[dict, str]:
+    """(results, what was printed)"""
+    console = Console(file=io.StringIO(), width=200)
+    results = demo.run(settings.op, steps, out, "xla", settings.seed, console, settings)
+    return results, console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def curves(out: pathlib.Path, name: str, step: int) -> dict[str, list[float]]:
+    return json.loads((out / name / str(step) / "curves" / "metadata").read_text())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _save_often():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(demo, "SAVE_EVERY", SAVE_EVERY)
+        yield
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[pathlib.Path, dict]:
+    """A run that nobody interrupted."""
+    out = tmp_path_factory.mktemp("demo") / "finished"
+    return out, run(out)[0]
+
+
+def test_a_run_learns_and_leaves_its_results(finished: tuple[pathlib.Path, dict]):
+    out, results = finished
+    bits = curves(out, "text", STEPS)["bits"]
+    assert len(bits) == STEPS
+    assert bits[0] > 7.5
+    assert bits[-1] < bits[0] - 2
+    assert results["text"]["bits"] < bits[0] - 2
+    assert results["steps"] == STEPS
+    assert results["sample"].startswith("def ")
+    assert len(results["sample"]) == len("def ") + 400
+    assert (out / "loss.png").stat().st_size > 10_000
+
+
+def test_a_finished_run_is_shown_and_not_repeated(finished: tuple[pathlib.Path, dict]):
+    out, results = finished
+    before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
+    again, printed = run(out)
+    assert again == results
+    assert f"a finished run of {STEPS} steps" in printed
+    assert f"{results['text']['bits']:.2f} bits per byte" in printed
+    assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
+
+
+def test_a_killed_run_goes_on_to_the_same_bits(finished: tuple[pathlib.Path, dict], tmp_path: pathlib.Path):
+    program = f"""
+from jfla.cli import demo, train
+import pathlib, rich.console
+demo.SAVE_EVERY = {SAVE_EVERY}
+demo.run("gdn", {STEPS}, pathlib.Path({str(tmp_path / "out")!r}), "xla", 0, rich.console.Console(), train.{TINY!r})
+"""
+    out, kill_after = tmp_path / "out", tmp_path / "out" / "text" / str(2 * SAVE_EVERY)
+    with open(tmp_path / "log", "w") as log:
+        process = subprocess.Popen([sys.executable, "-c", program], stdout=log, stderr=log, env=os.environ)
+        deadline = time.monotonic() + 240
+        while not kill_after.exists() and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.001)
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL, (tmp_path / "log").read_text()
+    assert not (out / "results.json").exists()
+    # What a kill in the middle of writing leaves behind, whether or not this one did.
+    (out / "text" / f"{STEPS - 1}.orbax-checkpoint-tmp").mkdir(exist_ok=True)
+    saved = [int(path.name) for path in (out / "text").iterdir() if path.name.isdigit()]
+
+    results, printed = run(out)
+    assert f"text: continuing after step {max(saved)}" in printed
+    whole, expected = finished
+    for name in ("text", "recall"):
+        assert curves(out, name, STEPS) == curves(whole, name, STEPS)
+        assert results[name] == expected[name]
+    assert results["sample"] == expected["sample"]
+
+
+def test_more_steps_go_on_from_a_finished_run(finished: tuple[pathlib.Path, dict]):
+    out, _ = finished
+    first = curves(out, "recall", STEPS)["bits"]
+    results, printed = run(out, STEPS + 3)
+    assert f"recall: continuing after step {STEPS}" in printed
+    assert results["steps"] == STEPS + 3
+    after = curves(out, "recall", STEPS + 3)["bits"]
+    assert after[:STEPS] == first
+    assert len(after) == STEPS + 3
+
+
+def test_a_folder_belongs_to_its_settings(finished: tuple[pathlib.Path, dict]):
+    out, _ = finished
+    with pytest.raises(demo.Refused, match="holds a run with op = gdn: give another folder or remove this one"):
+        demo.claim(out, Settings(**{**vars(TINY), "op": "kda"}))
