@@ -3,7 +3,8 @@
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jax import lax
+from jaxtyping import Array, Float, Int, Shaped
 
 from jfla._types import CHUNK, Inputs, Options
 from jfla.gates import l2norm, log_decay, wide, write_strength
@@ -43,9 +44,7 @@ def prepare(inputs: Inputs, options: Options) -> TokenInputs:
     q, k, v, g, beta, gate, state, segment_ids = inputs
     batch, time, heads, key_dim = q.shape
     value_heads, value_dim = v.shape[2:]
-    if segment_ids is not None:
-        keep = segment_ids > 0
-        q, k, v, g, beta = (jnp.where(keep.reshape(keep.shape + (1,) * (x.ndim - 2)), x, 0) for x in (q, k, v, g, beta))
+    q, k, v, g, beta = (without_padding(x, segment_ids) for x in (q, k, v, g, beta))
 
     q, k = (l2norm(x) if options.qk_norm else wide(x) for x in (q, k))
     q, k = (jnp.repeat(x, value_heads // heads, axis=2) for x in (q * options.scale, k))
@@ -54,8 +53,7 @@ def prepare(inputs: Inputs, options: Options) -> TokenInputs:
 
     slot = jnp.zeros((batch, time), jnp.int32)
     if segment_ids is not None:
-        keep = (segment_ids > 0)[:, :, None]
-        g, beta = jnp.where(keep[..., None], g, 0), jnp.where(keep, beta, 0)
+        g, beta = without_padding(g, segment_ids), without_padding(beta, segment_ids)
         if options.per_segment_state:
             slot = jnp.maximum(segment_ids - 1, 0)
         else:
@@ -64,8 +62,25 @@ def prepare(inputs: Inputs, options: Options) -> TokenInputs:
         state = jnp.zeros((batch, options.num_segments or 1, value_heads, key_dim, value_dim), dtype)
     elif not options.per_segment_state:
         state = state[:, None]
-    q, k, v, g, beta, state = (x.astype(dtype) for x in (q, k, v, g, beta, state))
+    q, k, v, g, beta, state = _varying_together(*(x.astype(dtype) for x in (q, k, v, g, beta, state)))
     return TokenInputs(q, k, v, g, beta, state, slot)
+
+
+def without_padding(x: Shaped[Array, "B T *rest"], segment_ids: Int[Array, "B T"] | None) -> Shaped[Array, "B T *rest"]:
+    """x with 0 on padding, whatever was there, and no cotangent to it."""
+    if segment_ids is None:
+        return x
+    return jnp.where((segment_ids > 0).reshape(segment_ids.shape + (1,) * (x.ndim - 2)), x, 0)
+
+
+def _varying_together(*arrays: Array) -> list[Array]:
+    """The same arrays. Inside shard_map each varies over every mesh axis over which one of them does.
+
+    The carry of a scan must vary as what it meets does, also when it begins as zeros; and gradients of arrays that do
+    not vary over an axis are then summed over it.
+    """
+    parts = sum(lax.stop_gradient(x[(0,) * x.ndim]) for x in arrays)
+    return [jnp.where(True, x, parts) for x in arrays]
 
 
 def prepare_chunks(inputs: Inputs, options: Options) -> ChunkInputs:
@@ -86,7 +101,7 @@ def from_chunks(output: Float[Array, "B HV N C V"], inputs: Inputs, options: Opt
     output = jnp.moveaxis(output.reshape(batch, heads, n_chunks * chunk, value_dim), 1, 2)
     if options.per_segment_state:
         output = take_rows(output, _grid(inputs, options).target)
-    return output[:, : inputs.v.shape[1]].astype(inputs.v.dtype)
+    return without_padding(output[:, : inputs.v.shape[1]], inputs.segment_ids).astype(inputs.v.dtype)
 
 
 def _grid(inputs: Inputs, options: Options) -> Aligned:

@@ -16,7 +16,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jfla._types import DeltaRuleOutput, Inputs, Options
-from jfla.reference.prepare import TokenInputs, prepare
+from jfla.reference.prepare import TokenInputs, prepare, without_padding
 
 
 def step(
@@ -57,4 +57,5 @@ def recurrent(inputs: Inputs, options: Options) -> DeltaRuleOutput:
         final = None
         if options.return_final_state:
             final = states if options.per_segment_state else states[:, 0]
+        output = without_padding(output, inputs.segment_ids)
         return DeltaRuleOutput(output.astype(inputs.v.dtype), final)
