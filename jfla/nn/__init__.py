@@ -1,4 +1,14 @@
-"""Flax NNX layers of the delta-rule family, a language model made of them, and their published weights."""
+"""Flax NNX layers of the delta-rule family, a language model made of them, and their published weights.
+
+In Flax Linen, `flax.nnx.bridge` turns a layer into a Linen module:
+
+>>> import jax, jfla.nn
+>>> from flax import nnx
+>>> layer = nnx.bridge.to_linen(jfla.nn.GatedDeltaNet, 32, num_heads=2, head_dim=16)
+>>> x = jax.numpy.ones((1, 5, 32))
+>>> print(layer.apply(layer.init(jax.random.key(0), x), x).shape)
+(1, 5, 32)
+"""
 
 from jfla.nn.attention import AttentionCache as AttentionCache
 from jfla.nn.attention import CausalAttention as CausalAttention

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from jfla.gates import wide
 from jfla.nn._sharding import HEADS, partitioned
 
 Tail = Float[Array, "B W_minus_1 H K"]
@@ -19,8 +20,7 @@ class ShortConvolution(nnx.Module):
     """
 
     def __init__(self, size: int, heads: int, dim: int, *, dtype: Any = jnp.float32, param_dtype: Any, rngs: nnx.Rngs):
-        # A depthwise kernel's fan-in is its length.
-        initializer = nnx.initializers.truncated_normal(size**-0.5)
+        initializer = nnx.initializers.lecun_normal(in_axis=0, out_axis=(1, 2))
         self.kernel = partitioned(initializer, (None, HEADS, None), rngs, (size, heads, dim), param_dtype)
         self.dtype = dtype
 
@@ -35,16 +35,24 @@ class ShortConvolution(nnx.Module):
         """The activated convolution, and the last W - 1 inputs of the sequence that is open after the last token."""
         before = self.init_tail(x.shape[0]) if tail is None else tail
         x = jnp.concatenate([before.astype(x.dtype), x], axis=1)
-        past, time = before.shape[1], x.shape[1] - before.shape[1]
+        past = before.shape[1]
         ids = None if segment_ids is None else jnp.pad(segment_ids, ((0, 0), (past, 0)), mode="edge")
 
-        kernel, y = self.kernel[...].astype(x.dtype), 0
-        for tap in range(past + 1):
-            shifted = x[:, tap : tap + time]
-            if ids is not None:
-                shifted = _only(ids[:, tap : tap + time] == segment_ids, shifted)
-            y = y + kernel[tap] * shifted
-        return jax.nn.silu(y), _new_tail(x, ids, past)
+        return _convolve(x, self.kernel[...], ids), _new_tail(x, ids, past)
+
+
+@jax.checkpoint  # the sums are float32 and cheap: the backward computes them again from x
+def _convolve(
+    x: Float[Array, "B T_past H K"], kernel: Float[Array, "W H K"], ids: Int[Array, "B T_past"] | None
+) -> Float[Array, "B T H K"]:
+    past = kernel.shape[0] - 1
+    time, y = x.shape[1] - past, 0
+    for tap in range(past + 1):
+        shifted = x[:, tap : tap + time]
+        if ids is not None:
+            shifted = _only(ids[:, tap : tap + time] == ids[:, past:], shifted)
+        y = y + wide(kernel[tap]) * wide(shifted)
+    return jax.nn.silu(y).astype(x.dtype)
 
 
 def _only(keep: Array, x: Array) -> Array:

@@ -57,7 +57,7 @@ def _run(
 
     def choose(x: Float[Array, "B 1 D"], key: PRNGKeyArray) -> Int[Array, " B"]:
         logits = model.logits(x)[:, 0]
-        return jnp.argmax(logits, axis=-1) if greedy else _sample(logits / temperature, top_k, key)
+        return jnp.argmax(logits, axis=-1) if greedy else sample(logits / temperature, top_k, key)
 
     def step(carry, key):
         token, cache = carry
@@ -74,7 +74,8 @@ def _run(
     return jnp.concatenate([first[:, None], rest.T], axis=1)
 
 
-def _sample(logits: Float[Array, "B vocab"], top_k: int | None, key: PRNGKeyArray) -> Int[Array, " B"]:
+def sample(logits: Float[Array, "B vocab"], top_k: int | None, key: PRNGKeyArray) -> Int[Array, " B"]:
+    """A token per row, drawn from softmax(logits) or from its `top_k` largest entries."""
     if top_k is None:
         return jax.random.categorical(key, logits)
     values, tokens = lax.top_k(logits, top_k)

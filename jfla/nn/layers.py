@@ -1,6 +1,6 @@
 """The small layers that every block shares: projections with named axes, gated RMSNorm, SwiGLU."""
 
-import math
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -28,10 +28,9 @@ class Projection(nnx.Module):
         param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
     ):
-        shape = (*inputs, *outputs)
-        # Axes before the last are not a convolution's receptive field: the fan-in is the product of the inputs.
-        scale = 1 / math.sqrt(math.prod(inputs))
-        self.kernel = partitioned(nnx.initializers.truncated_normal(scale), axes, rngs, shape, param_dtype)
+        shape, rank = (*inputs, *outputs), len(inputs)
+        initializer = nnx.initializers.lecun_normal(tuple(range(rank)), tuple(range(rank, len(shape))))
+        self.kernel = partitioned(initializer, axes, rngs, shape, param_dtype)
         self.bias = nnx.data(None)
         if use_bias:
             self.bias = partitioned(nnx.initializers.zeros, axes[len(inputs) :], rngs, outputs, param_dtype)
@@ -69,9 +68,14 @@ class GatedRMSNorm(nnx.Module):
         self.activation, self.epsilon = activation, epsilon
 
     def __call__(self, x: Float[Array, "*batch V"], gate: Float[Array, "*batch V"]) -> Float[Array, "*batch V"]:
-        dtype, x = x.dtype, wide(x)
-        x = x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.epsilon)
-        return (x * self.scale[...] * self.activation(wide(gate))).astype(dtype)
+        return _gated_rms_norm(x, gate, self.scale[...], self.activation, self.epsilon)
+
+
+@functools.partial(jax.checkpoint, static_argnums=(3, 4))  # keeps x and the gate in their own dtype for the backward
+def _gated_rms_norm(x: Array, gate: Array, scale: Array, activation: Callable, epsilon: float) -> Array:
+    y = wide(x)
+    y = y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + epsilon)
+    return (y * wide(scale) * activation(wide(gate))).astype(x.dtype)
 
 
 class SwiGLU(nnx.Module):
