@@ -13,6 +13,7 @@ import jfla
 FOLDER = pathlib.Path(__file__).parent / "goldens"
 TOLERANCES = json.loads((FOLDER / "tolerances.json").read_text())
 OPS = sorted(name for name in TOLERANCES if name.startswith("op_"))
+GATES = sorted({name.split("/")[0] for name in TOLERANCES["gates.npz"]})
 
 
 def load(name: str) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
@@ -76,3 +77,22 @@ def results(op, arrays: dict[str, np.ndarray], options: dict[str, Any]) -> dict[
 
     grads, out = jax.grad(loss, has_aux=True)(differentiable(arrays, options))
     return {"o": out.output, "final_state": out.final_state} | {f"d{name}": grad for name, grad in grads.items()}
+
+
+def load_gate(case: str) -> tuple[dict[str, np.ndarray], float | None, dict[str, float]]:
+    """(arrays, lower_bound or None for softplus, tolerances) of one case of `gates.npz`."""
+    arrays, options = load("gates.npz")
+    own = {name.removeprefix(f"{case}/"): x for name, x in arrays.items() if name.startswith(f"{case}/")}
+    tolerances = {name.removeprefix(f"{case}/"): x for name, x in TOLERANCES["gates.npz"].items()
+                  if name.startswith(f"{case}/")}  # fmt: skip
+    return own, options["lower_bound"] if "lower_bound" in case else None, tolerances
+
+
+def gate_inputs(arrays: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+    """g [..., HV, G], A_log and dt_bias in jfla's layout: G is 1 for GDN, whose files have no such axis."""
+    inputs = {name: jnp.asarray(arrays[name]) for name in ("g", "A_log", "dt_bias") if name in arrays}
+    if inputs["g"].ndim == 3:
+        inputs["g"] = inputs["g"][..., None]
+    elif "dt_bias" in inputs:
+        inputs["dt_bias"] = inputs["dt_bias"].reshape(inputs["g"].shape[2:])
+    return inputs
