@@ -18,6 +18,19 @@ from jfla.gates import Gate, SigmoidGate, SoftplusGate
 _NAMES = (None, "pallas", "xla")
 
 
+DEFAULTS: dict[str, Any] = {
+    "gate": None,
+    "beta_max": None,
+    "qk_norm": False,
+    "scale": None,
+    "initial_state": None,
+    "return_final_state": False,
+    "segment_ids": None,
+    "num_segments": None,
+    "implementation": None,
+}
+
+
 def validate(
     op: str,
     q: Array,

@@ -204,8 +204,8 @@ def recurrent_gdn(
 
 
 _IMPLEMENTATIONS = {
-    ("chunk", "xla"): reference.chunked,
-    ("recurrent", "xla"): reference.recurrent,
+    ("chunk", "xla"): reference.chunked.apply,
+    ("recurrent", "xla"): reference.recurrent.apply,
     ("chunk", "pallas"): pallas.chunked,
     ("recurrent", "pallas"): pallas.recurrent,
 }

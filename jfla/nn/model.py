@@ -134,6 +134,14 @@ class DeltaLM(nnx.Module):
     `[B, T, vocab_size]`; with a cache from `init_cache` (or from the call before) it gives `(logits, cache)`. Packed
     sequences and padding are told by `segment_ids` as in the layers, with and without a cache.
 
+    **Meshes:** parameters carry the axis names "embed", "heads", "mlp" and "vocab", activations "batch". Where rules
+    say what they stand for, the model is made, trained and sampled in that layout; the mesh's axes must be `Auto`:
+
+        mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+        rules = (("batch", "data"), ("heads", "model"), ("mlp", "model"), ("vocab", "model"), ("embed", None))
+        with jax.set_mesh(mesh), nnx.logical_axis_rules(rules):
+            model = DeltaLM(config, rngs=nnx.Rngs(0))
+
     >>> import jax, jfla.nn
     >>> from flax import nnx
     >>> config = jfla.nn.DeltaLMConfig(vocab_size=16, hidden_size=32, num_layers=1, num_heads=2, head_dim=16)

@@ -1,33 +1,41 @@
 """The Hopper kernels' door: what they support, interpret mode, and the two ops."""
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 from jax import Array
 
 from jfla._types import DeltaRuleOutput, Inputs, Options
+from jfla._validate import DEFAULTS, validate
+from jfla.pallas import delta_rule
+from jfla.pallas._launch import interpret, interpreting
+from jfla.pallas._support import unsupported
 
-__all__ = ["chunked", "interpret", "recurrent", "supported", "unsupported"]
+__all__ = ["chunked", "interpret", "interpreting", "recurrent", "supported", "unsupported"]
 
 
 def supported(q: Array, k: Array, v: Array, g: Array, beta: Array, **arguments: Any) -> str | None:
-    """None when the kernels can take this call of `chunk_kda` or `chunk_gdn` (g decides which), else the reason."""
-    return "the kernels are not part of this version"
+    """None when the kernels take this call of `chunk_kda` or `chunk_gdn` here, else the reason.
 
+    The arguments of the op, of which only shapes, dtypes and devices matter; `jax.ShapeDtypeStruct`s will do. The rank
+    of `g` says which op: [B, T, HV, K] is KDA, [B, T, HV] is GDN.
 
-def unsupported(form: str, inputs: Inputs, options: Options) -> str | None:
-    return "the kernels are not part of this version"
+    **Raises:** `ValueError` for what the op itself would refuse.
 
-
-@contextlib.contextmanager
-def interpret() -> Iterator[None]:
-    yield
+    >>> import jax, jfla
+    >>> x = jax.ShapeDtypeStruct((1, 64, 2, 128), "float32")
+    >>> beta = jax.ShapeDtypeStruct((1, 64, 2), "float32")
+    >>> jfla.pallas.supported(x, x, x, x, beta)
+    'q is float32; the kernels take bfloat16 and float16'
+    """
+    op = "kda" if len(g.shape) == 4 else "gdn"
+    return unsupported("chunk", *validate(op, q, k, v, g, beta, **(DEFAULTS | arguments)))
 
 
 def chunked(inputs: Inputs, options: Options) -> DeltaRuleOutput:
-    raise NotImplementedError(unsupported("chunk", inputs, options))
+    """The chunked op by kernels."""
+    return delta_rule.apply(inputs, options, interpreting())
 
 
 def recurrent(inputs: Inputs, options: Options) -> DeltaRuleOutput:
+    """The recurrent op by kernels: none yet."""
     raise NotImplementedError(unsupported("recurrent", inputs, options))

@@ -10,41 +10,27 @@ from typing import Any
 from jaxtyping import Array
 
 from jfla._types import DeltaRuleOutput
-from jfla._validate import validate
-from jfla.reference.chunked import chunked, forward
-from jfla.reference.recurrent import recurrent
+from jfla._validate import DEFAULTS, validate
+from jfla.reference import chunked, recurrent
 
 __all__ = ["chunk_gdn", "chunk_kda", "chunked", "recurrent", "recurrent_gdn", "recurrent_kda"]
 
 
 def recurrent_kda(q: Array, k: Array, v: Array, g: Array, beta: Array, **arguments: Any) -> DeltaRuleOutput:
     """The definition of KDA. Arguments and results of `jfla.recurrent_kda`, without `implementation`."""
-    return recurrent(*validate("kda", q, k, v, g, beta, **(_DEFAULTS | arguments)))
+    return recurrent.apply(*validate("kda", q, k, v, g, beta, **(DEFAULTS | arguments)))
 
 
 def recurrent_gdn(q: Array, k: Array, v: Array, g: Array, beta: Array, **arguments: Any) -> DeltaRuleOutput:
     """The definition of GDN. Arguments and results of `jfla.recurrent_gdn`, without `implementation`."""
-    return recurrent(*validate("gdn", q, k, v, g, beta, **(_DEFAULTS | arguments)))
+    return recurrent.apply(*validate("gdn", q, k, v, g, beta, **(DEFAULTS | arguments)))
 
 
 def chunk_kda(q: Array, k: Array, v: Array, g: Array, beta: Array, **arguments: Any) -> DeltaRuleOutput:
     """Chunked KDA without a derivative rule. Arguments and results of `jfla.chunk_kda`, without `implementation`."""
-    return forward(*validate("kda", q, k, v, g, beta, **(_DEFAULTS | arguments)))[0]
+    return chunked.forward(*validate("kda", q, k, v, g, beta, **(DEFAULTS | arguments)))[0]
 
 
 def chunk_gdn(q: Array, k: Array, v: Array, g: Array, beta: Array, **arguments: Any) -> DeltaRuleOutput:
     """Chunked GDN without a derivative rule. Arguments and results of `jfla.chunk_gdn`, without `implementation`."""
-    return forward(*validate("gdn", q, k, v, g, beta, **(_DEFAULTS | arguments)))[0]
-
-
-_DEFAULTS: dict[str, Any] = {
-    "gate": None,
-    "beta_max": None,
-    "qk_norm": False,
-    "scale": None,
-    "initial_state": None,
-    "return_final_state": False,
-    "segment_ids": None,
-    "num_segments": None,
-    "implementation": None,
-}
+    return chunked.forward(*validate("gdn", q, k, v, g, beta, **(DEFAULTS | arguments)))[0]

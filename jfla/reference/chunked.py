@@ -18,15 +18,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from jfla._types import DeltaRuleOutput, Inputs, Options
-from jfla.reference.decay import (
-    decayed_dot,
-    decayed_dot_adjoint,
-    sum_after,
-    sum_after_adjoint,
-    sum_before,
-    sum_before_adjoint,
-)
-from jfla.reference.prepare import ChunkInputs, from_chunks, prepare_chunks
+from jfla.decay import decayed_dot
+from jfla.gradients import Operands, chunk_gradients, operands
+from jfla.prepare import ChunkInputs, from_chunks, prepare_chunks
 
 Pairs = Float[Array, "B HV N C C"]
 Keys = Float[Array, "B HV N C K"]
@@ -39,15 +33,6 @@ class Pairwise(NamedTuple):
 
     a_qk: Pairs
     inverse: Pairs
-
-
-class Operands(NamedTuple):
-    """q and k carried to where they meet the state: to the chunk's start (`_in`) or its end (`_out`)."""
-
-    q_in: Keys
-    k_in: Keys
-    k_out: Keys
-    decay: Float[Array, "B HV N G"]
 
 
 # Stages of the forward.
@@ -70,12 +55,6 @@ def pairwise(x: ChunkInputs) -> Pairwise:
     dots = decayed_dot(rows, x.k, x.g)
     lower = jnp.tril(dots[..., 1, :, :], -1)
     return Pairwise(dots[..., 0, :, :], unit_lower_inverse(lower))
-
-
-def operands(x: ChunkInputs) -> Operands:
-    """The decays between a token and the two ends of its chunk."""
-    e_in, e_out = jnp.exp(sum_before(x.g)), jnp.exp(sum_after(x.g))
-    return Operands(x.q * e_in, x.k * e_in, x.k * e_out, jnp.exp(jnp.sum(x.g, axis=-2)))
 
 
 def state_scan(x: ChunkInputs, op: Operands, pair: Pairwise) -> tuple[States, Values, Float[Array, "B S HV K V"]]:
@@ -122,36 +101,6 @@ def state_adjoint_scan(
     xs = (*map(_chunks_first, xs), _slots_first(x.slot))
     dinitial, (dends, y) = lax.scan(chunk, dfinal, xs, reverse=True)
     return _chunks_third(dends), _chunks_third(y), dinitial
-
-
-def chunk_gradients(
-    x: ChunkInputs, op: Operands, states: States, v_new: Values, do: Values, d_a_qk: Pairs, dends: States, y: Values
-) -> tuple[Keys, Keys, Values, Float[Array, "B HV N C G"], Float[Array, "B HV N C"]]:
-    """dq, dk, dv, dg, dbeta of every chunk, from the states and their cotangents at its two ends.
-
-    The inverse's adjoint needs no product with X: dL = -stril(X^T dX X^T) = -stril(y v_new^T). The gate's is closed:
-    where x meets exp(a sum of decays), that sum's cotangent is x * dx.
-    """
-    d_lower = -jnp.tril(y @ v_new.mT, -1)
-    rows = jnp.stack([x.q, x.beta[..., None] * x.k], axis=-3)
-    drows, dk, dg = decayed_dot_adjoint(rows, x.k, x.g, jnp.stack([d_a_qk, d_lower], axis=-3))
-
-    # Each of these is the cotangent of q or k times the decay it was multiplied with.
-    e_in, e_out = jnp.exp(sum_before(x.g)), jnp.exp(sum_after(x.g))
-    dq_in = e_in * (do @ states.mT)
-    dk_in = -e_in * ((x.beta[..., None] * y) @ states.mT)
-    dk_out = e_out * (v_new @ dends.mT)
-
-    dbeta_k = drows[..., 1, :, :]
-    dq = drows[..., 0, :, :] + dq_in
-    dk = dk + x.beta[..., None] * dbeta_k + dk_in + dk_out
-    dbeta = jnp.sum(dbeta_k * x.k, axis=-1) + jnp.sum(y * (x.v - op.k_in @ states), axis=-1)
-    dv = x.beta[..., None] * y
-
-    keep = functools.partial(_sum_to_gate, gate_dim=x.g.shape[-1])
-    dg = dg + sum_before_adjoint(keep(x.q * dq_in + x.k * dk_in)) + sum_after_adjoint(keep(x.k * dk_out))
-    dg = dg + (op.decay * keep(jnp.sum(states * dends, axis=-1)))[..., None, :]
-    return dq, dk, dv, dg, dbeta
 
 
 # The forward and the backward.
@@ -211,7 +160,7 @@ def _chunked_bwd(options: Options, residuals: tuple[Inputs, Pairwise], d_output:
 
 _chunked.defvjp(_chunked_fwd, _chunked_bwd)
 
-chunked = jax.jit(_chunked, static_argnames="options")
+apply = jax.jit(_chunked, static_argnames="options")
 
 
 # Helpers: chunk axes for lax.scan, one state per sequence or one per segment.
@@ -237,8 +186,3 @@ def _write(
     states: Float[Array, "B S HV K V"], slot: Int[Array, " B"] | None, state: Float[Array, "B HV K V"]
 ) -> Float[Array, "B S HV K V"]:
     return state[:, None] if slot is None else states.at[jnp.arange(slot.shape[0]), slot].set(state)
-
-
-def _sum_to_gate(x: Float[Array, "*batch K"], gate_dim: int) -> Float[Array, "*batch G"]:
-    """The gate's axis: every key channel has its decay (KDA), or all of them share one (GDN)."""
-    return x if gate_dim == x.shape[-1] else jnp.sum(x, axis=-1, keepdims=True)

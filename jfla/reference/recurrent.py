@@ -16,7 +16,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jfla._types import DeltaRuleOutput, Inputs, Options
-from jfla.reference.prepare import TokenInputs, prepare, without_padding
+from jfla.prepare import TokenInputs, prepare, without_padding
 
 
 def step(
@@ -49,7 +49,7 @@ def scan(tokens: TokenInputs) -> tuple[Float[Array, "B T HV V"], Float[Array, "B
 
 
 @functools.partial(jax.jit, static_argnames="options")
-def recurrent(inputs: Inputs, options: Options) -> DeltaRuleOutput:
+def apply(inputs: Inputs, options: Options) -> DeltaRuleOutput:
     """Runs the definition on validated inputs: any float dtype, differentiable in every mode and to any order."""
     with jax.named_scope("jfla_recurrent"), jax.default_matmul_precision("highest"):
         tokens = prepare(inputs, options)

@@ -1,0 +1,21 @@
+"""Tile sizes, from a table keyed by op, K and V and from the shape of the call: nothing is tuned at run time."""
+
+from jfla.pallas import prepare_gdn, prepare_kda
+from jfla.pallas._walk import WalkConfig
+
+SUPPORTED_DIMS = (64, 128)
+MULTIPROCESSORS = 132
+
+
+def prepare_kda_config(key_dim: int) -> prepare_kda.PrepareConfig:
+    return prepare_kda.PrepareConfig(teams=1)
+
+
+def prepare_gdn_config(key_dim: int) -> prepare_gdn.PrepareConfig:
+    return prepare_gdn.PrepareConfig(teams=1)
+
+
+def scan_config(key_dim: int, value_dim: int, sequences: int) -> WalkConfig:
+    """V is split over programs while that gives idle multiprocessors something to do."""
+    split = value_dim > 64 and sequences * 2 <= MULTIPROCESSORS
+    return WalkConfig(v_block=64 if split else min(value_dim, 128), stages=2)

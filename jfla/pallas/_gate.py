@@ -1,0 +1,58 @@
+"""The decay gates inside a kernel: raw gate input, as the caller passed it, to log2 decay per token."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jfla.gates import Gate, SigmoidGate, SoftplusGate
+from jfla.pallas._tile import F32, per_row
+
+LOG2E = 1.4426950408889634
+# A decay of 2^-150 is 0 in float32, and 64 of them still sum without losing the digits of a weak gate.
+STRONGEST = -150.0
+_TAIL = -15.0  # below, softplus(x) is exp(x) to float32
+
+
+class GateKind(NamedTuple):
+    """The static part of a gate: its name ("given", "softplus", "sigmoid") and the sigmoid gate's lower bound."""
+
+    name: str = "given"
+    lower_bound: float = 0.0
+
+
+def split_gate(gate: Gate | None, heads: int, gate_dim: int) -> tuple[GateKind, jax.Array, jax.Array]:
+    """(kind, rates [HV, 2], dt_bias [HV, G]): a_log and exp(a_log), capped where the decay is 0 anyway."""
+    if gate is None:
+        return GateKind(), jnp.zeros((heads, 2), F32), jnp.zeros((heads, gate_dim), F32)
+    a_log = jnp.zeros(heads, F32) if gate.a_log is None else gate.a_log.astype(F32)
+    bias = jnp.zeros((heads, gate_dim), F32) if gate.dt_bias is None else gate.dt_bias.astype(F32)
+    rates = jnp.stack([a_log, jnp.exp(jnp.minimum(a_log, 60.0))], axis=-1)
+    kind = GateKind("sigmoid", gate.lower_bound) if isinstance(gate, SigmoidGate) else GateKind("softplus")
+    assert isinstance(gate, (SigmoidGate, SoftplusGate))
+    return kind, rates, bias.reshape(heads, gate_dim)
+
+
+def log2_decay(kind: GateKind, x: jax.Array, rate: Any, bias: Any) -> jax.Array:
+    """x [C, channels] float32 to log2 decay in [STRONGEST, 0]. rate: (a_log, exp(a_log)) of the head; bias like x."""
+    if kind.name == "softplus":
+        a_log, scale = rate
+        x = x + bias
+        near = jnp.maximum(x, _TAIL)
+        softplus = jnp.maximum(near, 0.0) + jnp.log(1.0 + jnp.exp(-jnp.abs(near)))
+        softplus = jnp.where(near < -4.0, jnp.exp(near) * (1.0 - 0.5 * jnp.exp(near)), softplus)
+        x = -jnp.where(x < _TAIL, jnp.exp(jnp.minimum(jnp.minimum(x, _TAIL) + a_log, 60.0)), scale * softplus)
+    elif kind.name == "sigmoid":
+        x = kind.lower_bound / (1.0 + jnp.exp(-rate[1] * (x + bias)))
+    return jnp.maximum(x * LOG2E, STRONGEST)
+
+
+def with_resets(x: jax.Array, resets: jax.Array) -> jax.Array:
+    """`resets` [C]: 0, STRONGEST on the first token of a segment, 1 on padding, which does not decay."""
+    resets = per_row(resets, x.shape[1])
+    return jnp.where(resets > 0.0, 0.0 * x, jnp.maximum(x + resets, STRONGEST))
+
+
+def reset_rows(segment_ids: jax.Array, starts: jax.Array) -> jax.Array:
+    """[B, T] float32 for `with_resets`."""
+    return jnp.where(segment_ids > 0, jnp.where(starts, STRONGEST, 0.0), 1.0).astype(F32)

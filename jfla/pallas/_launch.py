@@ -1,0 +1,79 @@
+"""Launches a kernel: the grid, its warpgroups, its shared memory; compiled for Hopper or interpreted on any device."""
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+_INTERPRET: contextvars.ContextVar[bool] = contextvars.ContextVar("jfla_interpret", default=False)
+
+
+@contextlib.contextmanager
+def interpret() -> Iterator[None]:
+    """Inside, implementation="pallas" runs in Pallas' interpret mode, on any device, with race detection: for tests.
+
+    >>> import jax, jfla
+    >>> with jfla.pallas.interpret():
+    ...     jfla.pallas.interpreting()
+    True
+    """
+    with interpreted(True):
+        yield
+
+
+@contextlib.contextmanager
+def interpreted(flag: bool) -> Iterator[None]:
+    token = _INTERPRET.set(flag)
+    try:
+        yield
+    finally:
+        _INTERPRET.reset(token)
+
+
+def interpreting() -> bool:
+    """Whether kernels are interpreted here and now."""
+    return _INTERPRET.get()
+
+
+def launch(
+    kernel: Callable[..., None],
+    arguments: tuple[jax.Array, ...],
+    *,
+    out_type: Any,
+    grid: dict[str, int],
+    warpgroups: int,
+    buffers: tuple[Any, ...],
+    barriers: tuple[Any, ...],
+    name: str,
+) -> Any:
+    """Runs `kernel(*argument_refs, *output_refs, (buffers, *barriers))` on every point of `grid`, axis by axis name.
+
+    A buffer may be None: the kernel then gets None in its place. The warpgroup's number is the axis "wg".
+    """
+    used = [i for i, buffer in enumerate(buffers) if buffer is not None]
+
+    def entry(*refs: Any) -> None:
+        def scoped(present: tuple[Any, ...], *rest: Any) -> None:
+            everything = [None] * len(buffers)
+            for i, ref in zip(used, present):
+                everything[i] = ref
+            kernel(*refs, (everything, *rest))
+
+        pl.run_scoped(scoped, tuple(buffers[i] for i in used), *barriers, collective_axes="wg")
+
+    extra: dict[str, Any] = {"interpret": plgpu.InterpretGPUParams(detect_races=True)} if interpreting() else {}
+    return plgpu.kernel(
+        entry,
+        out_type=out_type,
+        grid=tuple(grid.values()),
+        grid_names=tuple(grid),
+        num_threads=warpgroups,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        kernel_name=name,
+        **extra,
+    )(*arguments)
