@@ -5,6 +5,7 @@ import json
 import math
 import pickle
 import re
+import sys
 
 import golden_layers
 import jax.numpy as jnp
@@ -219,6 +220,17 @@ def test_pickles_are_not_opened(name, tmp_path):
             load_mixer(golden_layers.make("fla_gdn", CONFIG), path, "fla_gdn")
         with pytest.raises(ValueError, match="pickle"):
             jfla.nn.load_hf(path, tiny("gdn"))
+
+
+def test_without_safetensors_the_error_says_how_to_get_it(tmp_path, monkeypatch):
+    path = golden_layers.write(random_weights("fla_gdn"), tmp_path / "w.safetensors")
+    layer = golden_layers.make("fla_gdn", CONFIG)
+    for name in ("safetensors", "safetensors.numpy"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ImportError, match=r'pip install "jfla\[hf\]"'):
+        load_mixer(layer, path, "fla_gdn")
+    with pytest.raises(ImportError, match=r'pip install "jfla\[hf\]"'):
+        jfla.nn.save_fla(layer, tmp_path)
 
 
 def test_wrong_paths_and_families(tmp_path):
