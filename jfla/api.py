@@ -1,5 +1,6 @@
 """The public ops: validate, choose an implementation, call it. Nothing else happens here."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -42,7 +43,8 @@ _ARGUMENTS = """
 
 def _documented(g: str) -> Callable:
     def fill(function: Callable) -> Callable:
-        function.__doc__ = (function.__doc__ or "").replace("\n    {arguments}\n", _ARGUMENTS.format(g=g))
+        text, arguments = inspect.cleandoc(function.__doc__ or ""), inspect.cleandoc(_ARGUMENTS.format(g=g))
+        function.__doc__ = text.replace("{arguments}", f"\n{arguments}\n")
         return function
 
     return fill

@@ -11,7 +11,15 @@ from jaxtyping import install_import_hook
 
 # Shapes in the annotations are checked at every call. `jfla.api` and `jfla._validate` are left out: bad arguments must
 # meet their own ValueErrors.
-_CHECKED = ["jfla.reference", "jfla.gates", "jfla.packing", "jfla.pallas"]
+_CHECKED = [
+    "jfla.reference",
+    "jfla.gates",
+    "jfla.packing",
+    "jfla.prepare",
+    "jfla.decay",
+    "jfla.gradients",
+    "jfla.pallas",
+]
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -2,8 +2,6 @@
 
 from typing import Any
 
-from jax import Array
-
 from jfla._types import DeltaRuleOutput, Inputs, Options
 from jfla._validate import DEFAULTS, validate
 from jfla.pallas import delta_rule
@@ -13,7 +11,7 @@ from jfla.pallas._support import unsupported
 __all__ = ["chunked", "interpret", "interpreting", "recurrent", "supported", "unsupported"]
 
 
-def supported(q: Array, k: Array, v: Array, g: Array, beta: Array, **arguments: Any) -> str | None:
+def supported(q: Any, k: Any, v: Any, g: Any, beta: Any, **arguments: Any) -> str | None:
     """None when the kernels take this call of `chunk_kda` or `chunk_gdn` here, else the reason.
 
     The arguments of the op, of which only shapes, dtypes and devices matter; `jax.ShapeDtypeStruct`s will do. The rank

@@ -66,7 +66,7 @@ def launch(
         pl.run_scoped(scoped, tuple(buffers[i] for i in used), *barriers, collective_axes="wg")
 
     extra: dict[str, Any] = {"interpret": plgpu.InterpretGPUParams(detect_races=True)} if interpreting() else {}
-    return plgpu.kernel(
+    run = plgpu.kernel(
         entry,
         out_type=out_type,
         grid=tuple(grid.values()),
@@ -76,4 +76,5 @@ def launch(
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name=name,
         **extra,
-    )(*arguments)
+    )
+    return jax.custom_batching.sequential_vmap(run)(*arguments)  # a kernel has no batching rule

@@ -62,6 +62,15 @@ def forward(inputs: Inputs, options: Options) -> tuple[DeltaRuleOutput, Pairs]:
 
 def backward(inputs: Inputs, options: Options, pairs: Pairs, d_output: Values, d_final: State | None) -> Inputs:
     """Both scans by kernels; the gradients inside the chunks, which need neither order nor neighbours, by XLA."""
+    states, v_new, do, dends, dv, d_initial = scans(inputs, options, pairs, d_output, d_final)
+    with jax.named_scope("jfla_chunk_gradients"):
+        return gradients(inputs, options, states.mT, v_new, do, dends.mT, dv, d_initial[:, :, 0].mT)
+
+
+def scans(
+    inputs: Inputs, options: Options, pairs: Pairs, d_output: Values, d_final: State | None
+) -> tuple[Array, Array, Array, Array, Array, Array]:
+    """The states once more, their cotangents in reverse: S^T and v_new, do, dS^T, dv, dS^T before the first chunk."""
     x = kernel_arrays(inputs, options)
     do = kernel_cotangent(d_output, inputs)
     carried, _ = prepare(x, inputs, options, with_pairs=False)
@@ -72,8 +81,7 @@ def backward(inputs: Inputs, options: Options, pairs: Pairs, d_output: Values, d
         states, v_new = state_scan(carried, pairs, x.v, x.initial, config)
     with jax.named_scope("jfla_adjoint_scan"):
         dends, dv, d_initial = adjoint_scan(carried, pairs, do, d_last, config)
-    with jax.named_scope("jfla_chunk_gradients"):
-        return gradients(inputs, options, states.mT, v_new, do, dends.mT, dv, d_initial[:, :, 0].mT)
+    return states, v_new, do, dends, dv, d_initial
 
 
 def gradients(

@@ -1,0 +1,109 @@
+"""What the kernel tests share: calls that cover the kernels, and their errors against the recurrence in float64."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jfla
+
+# Relative errors that 16-bit inputs may cost, by tensor.
+TOLERANCE = {
+    "output": 5e-3, "final_state": 5e-3, "q": 8e-3, "k": 8e-3, "v": 8e-3, "initial_state": 8e-3,
+    "g": 1.5e-2, "beta": 1.5e-2, "a_log": 8e-3, "dt_bias": 8e-3,
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One call of an op. `gates`: strong (-5..0), weak (the same / 16), mixed (0 to -1000 in one sequence), or raw."""
+
+    op: str
+    gates: str = "strong"
+    batch: int = 1
+    time: int = 100
+    heads: int = 1
+    group: int = 2
+    key_dim: int = 64
+    value_dim: int = 64
+    segments: int = 0
+    dtype: str = "bfloat16"
+    betas: str = "usual"  # or "edge": 0, 1 and 2
+    repeated_keys: bool = False
+
+    def __str__(self) -> str:
+        return "-".join(str(value) for value in dataclasses.astuple(self))
+
+
+def inputs(call: Call) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(differentiable arguments, the other ones)."""
+    keys = iter(jax.random.split(jax.random.key(0), 12))
+    shape, value_heads = (call.batch, call.time), call.heads * call.group
+    normal = lambda *rest: jax.random.normal(next(keys), (*shape, *rest))
+    unit = lambda x: x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+    gate_shape = (value_heads, call.key_dim) if call.op == "kda" else (value_heads,)
+    q, k, v = (normal(h, d) for h, d in ((call.heads, call.key_dim),) * 2 + ((value_heads, call.value_dim),))
+    if call.repeated_keys:
+        k = jnp.broadcast_to(k[:, :1], k.shape)
+    g = jnp.clip(jax.nn.log_sigmoid(normal(*gate_shape)), -5, 0)
+    if call.gates == "weak":
+        g = g / 16
+    if call.gates == "mixed":
+        g = jax.random.choice(next(keys), jnp.array([0.0, -1e-3, -1.0, -50.0, -1000.0]), g.shape)
+    beta = jax.nn.sigmoid(normal(value_heads))
+    if call.betas == "edge":
+        beta = jax.random.choice(next(keys), jnp.array([0.0, 1.0, 2.0]), beta.shape)
+    arrays = {"q": unit(q), "k": unit(k), "v": v}
+    arrays = {name: x.astype(call.dtype) for name, x in arrays.items()} | {"g": g, "beta": beta}
+    rest: dict[str, Any] = {}
+    if call.gates == "raw":
+        arrays |= {"g": normal(*gate_shape).astype(call.dtype), "beta": normal(value_heads).astype(call.dtype)}
+        arrays |= {"a_log": jnp.log(jnp.linspace(1.0, 4.0, value_heads))}
+        arrays |= {"dt_bias": jax.random.normal(next(keys), gate_shape)}
+        rest |= {"beta_max": 1.0, "qk_norm": True}
+    if call.segments:
+        ids = jnp.sort(jax.random.randint(next(keys), shape, 1, call.segments + 1), axis=1)
+        rest["segment_ids"] = ids.at[:, -min(7, call.time - 1) :].set(0) if call.time > 1 else ids
+    else:
+        state = (call.batch, value_heads, call.key_dim, call.value_dim)
+        arrays["initial_state"] = jax.random.normal(next(keys), state)
+        rest["return_final_state"] = True
+    return arrays, rest
+
+
+def results(op: Any, arrays: dict[str, Any], rest: dict[str, Any]) -> dict[str, jax.Array]:
+    """The output, the final state and every gradient of a fixed linear functional of both."""
+
+    def loss(arrays):
+        arrays = dict(arrays)
+        gate = {"gate": jfla.SoftplusGate(arrays.pop("a_log"), arrays.pop("dt_bias"))} if "a_log" in arrays else {}
+        main = [arrays.pop(name) for name in ("q", "k", "v", "g", "beta")]
+        out = op(*main, **arrays, **gate, **rest)
+        weight = lambda x, seed: jnp.sum(
+            x.astype(jnp.float32) * jax.random.normal(jax.random.key(seed), x.shape, jnp.float32)
+        )
+        total = weight(out.output, 1) + (0 if out.final_state is None else weight(out.final_state, 2))
+        return total, out
+
+    grads, out = jax.grad(loss, has_aux=True)(arrays)
+    final = {} if out.final_state is None else {"final_state": out.final_state}
+    return {"output": out.output} | final | grads
+
+
+def errors(call: Call, **named: Any) -> dict[str, float]:
+    """||x - ref|| / ||ref|| of everything, against the recurrence in float64 on the same, already rounded inputs."""
+    arrays, rest = inputs(call)
+    got = results(lambda *a, **k: getattr(jfla, f"chunk_{call.op}")(*a, **k, **named), arrays, rest)
+    with jax.enable_x64(True):
+        exact = jax.tree.map(lambda x: x.astype(jnp.float64), arrays)
+        want = results(getattr(jfla.reference, f"recurrent_{call.op}"), exact, rest)
+    norm = lambda x: float(np.linalg.norm(np.asarray(x, np.float64)))
+    return {n: norm(np.asarray(got[n], np.float64) - np.asarray(want[n])) / max(norm(want[n]), 1e-30) for n in want}
+
+
+def check(call: Call, **named: Any) -> None:
+    found = errors(call, **named)
+    over = {name: f"{e:.1e} > {TOLERANCE[name]:.1e}" for name, e in found.items() if not e <= TOLERANCE[name]}
+    assert not over, f"{call}: {over}"

@@ -1,0 +1,34 @@
+"""The kernels on a Hopper GPU: the matrix of calls against the recurrence in float64, and the same bits twice."""
+
+import jax
+import numpy as np
+import pytest
+
+import jfla
+from pallas.kernels import Call, check, inputs
+
+CALLS = [
+    Call(op, gates, batch=2, time=time, key_dim=key_dim, value_dim=value_dim)
+    for op in ("kda", "gdn")
+    for gates, time in (("strong", 257), ("weak", 1000), ("mixed", 130), ("raw", 520))
+    for key_dim, value_dim in ((64, 64), (128, 128), (128, 64), (64, 128))
+] + [
+    Call(op, gates, segments=5, time=time, betas="edge", dtype=dtype)
+    for op in ("kda", "gdn")
+    for gates, time, dtype in (("mixed", 300, "bfloat16"), ("raw", 64, "float16"), ("strong", 1, "bfloat16"))
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("call", CALLS, ids=str)
+def test_values_and_gradients(call):
+    check(call, implementation="pallas")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", ["kda", "gdn"])
+def test_the_same_bits_twice(op):
+    arrays, rest = inputs(Call(op, batch=4, time=2048, heads=8, key_dim=128, value_dim=128))
+    run = jax.jit(lambda x: getattr(jfla, f"chunk_{op}")(**x, **rest, implementation="pallas"))
+    first, second = (jax.tree.map(np.asarray, run(arrays)) for _ in range(2))
+    jax.tree.map(np.testing.assert_array_equal, first, second)

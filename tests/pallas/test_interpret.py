@@ -1,0 +1,66 @@
+"""The kernels on the CPU, in interpret mode with race detection: values and gradients against the recurrence."""
+
+import jax
+import numpy as np
+import pytest
+
+import jfla
+from pallas.kernels import Call, check, inputs
+
+CALLS = [
+    Call("kda", "strong"),
+    Call("kda", "raw", time=64, key_dim=128),
+    Call("kda", "mixed", segments=4, betas="edge"),
+    Call("gdn", "strong", key_dim=128, dtype="float16"),
+    Call("gdn", "raw", segments=4),
+    Call("gdn", "mixed", time=65, betas="edge", repeated_keys=True),
+]
+
+
+@pytest.mark.parametrize("call", CALLS, ids=str)
+def test_values_and_gradients(call):
+    with jfla.pallas.interpret():
+        check(call, implementation="pallas")
+
+
+def test_causal_to_the_bit():
+    arrays, _ = inputs(Call("kda", time=64))
+    at = 21
+    changed = {name: arrays[name].at[:, at:].set(arrays[name][:, :1] * 0.5) for name in ("q", "k", "v", "g", "beta")}
+    names = ("q", "k", "v", "g", "beta")
+    with jfla.pallas.interpret():
+        first, second = (
+            jfla.chunk_kda(*(x[name] for name in names), implementation="pallas").output for x in (arrays, changed)
+        )
+    first, second = (np.asarray(x.astype("float32")) for x in (first, second))
+    np.testing.assert_array_equal(first[:, :at], second[:, :at])
+    assert (first[:, at:] != second[:, at:]).any()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"key_dim": 96}, "K = 96"),
+        ({"value_dim": 32}, "V = 32"),
+        ({"dtype": "float32"}, "q is float32"),
+    ],
+)
+def test_what_the_kernels_refuse_goes_to_xla_unless_named(change, reason):
+    arrays, rest = inputs(Call("gdn", time=16, **change))
+    initial_state = arrays.pop("initial_state")
+    with jfla.pallas.interpret():
+        said = jfla.pallas.supported(*arrays.values(), initial_state=initial_state, **rest)
+        assert said is not None
+        assert said.startswith(reason)
+        with pytest.raises(NotImplementedError, match=reason):
+            jfla.chunk_gdn(*arrays.values(), initial_state=initial_state, **rest, implementation="pallas")
+        out = jfla.chunk_gdn(*arrays.values(), initial_state=initial_state, **rest)
+    assert out.output.shape == arrays["v"].shape
+
+
+def test_a_cpu_is_refused_outside_interpret_mode():
+    x = jax.ShapeDtypeStruct((1, 64, 2, 64), "bfloat16")
+    beta = jax.ShapeDtypeStruct((1, 64, 2), "float32")
+    assert "CPU" in str(jfla.pallas.supported(x, x, x, x, beta))
+    with jfla.pallas.interpret():
+        assert jfla.pallas.supported(x, x, x, x, beta) is None
