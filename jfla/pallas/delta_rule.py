@@ -104,7 +104,9 @@ def gradients(
     beta = at_least_smallest(x.beta)[..., None]
     d_a_qk = jnp.tril(do @ v_new.mT)
     dq, dk, dv, dg, dbeta = chunk_gradients(x, operands(x), states, v_new, do, d_a_qk, dends, dv / beta)
-    return prepare_adjoint(ChunkInputs(dq, dk, dv, dg, dbeta, d_initial[:, None], None))[0]
+    # Under shard_map a kernel's result is not marked as varying over the mesh; what it is added to is.
+    d_state = 0 * x.state + d_initial[:, None]
+    return prepare_adjoint(ChunkInputs(dq, dk, dv, dg, dbeta, d_state, None))[0]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))

@@ -40,6 +40,9 @@ def scan(tokens: TokenInputs) -> tuple[Float[Array, "B T HV V"], Float[Array, "B
 
     def token(states, x):
         slot, *arrays = x
+        if states.shape[1] == 1:  # no gather: on several devices the state would travel for it at every token
+            state, output = step(states[:, 0], *arrays)
+            return state[:, None], output
         state, output = step(states[batch, slot], *arrays)
         return states.at[batch, slot].set(state), output
 
