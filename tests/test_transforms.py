@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import Config, Style, call, compiled, draw, error, quick_jit, slope
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.test_util import check_grads
 
 import jfla
@@ -172,6 +172,23 @@ def test_shard_map_over_value_heads_that_share_a_query():
         return out | {f"d{name}": a for name, a in adjoint(cotangents)[0].items()}
 
     assert_close(run(x, cotangents), compiled(config, "recurrent")(x, ids, cotangents), 5e-6)
+
+
+@pytest.mark.parametrize(("op", "form"), [("gdn", "chunk"), ("kda", "recurrent")])
+def test_jit_of_sharded_arrays_needs_no_collective(op, form):
+    if jax.device_count() < 8:
+        pytest.skip("needs 8 devices")
+    mesh = jax.make_mesh((2, 4), ("b", "h"), axis_types=(AxisType.Auto,) * 2)
+    config = dataclasses.replace(CONFIG, op=op, gate=None)
+    x, ids, cotangents = make(config)
+
+    def place(arrays):
+        spec = {name: ("b", "h") if name.endswith("state") else ("b", None, "h") for name in arrays}
+        return {name: jax.device_put(a, NamedSharding(mesh, PartitionSpec(*spec[name]))) for name, a in arrays.items()}
+
+    executable = compiled(config, form).lower(place(x), ids, place(cotangents)).compile()
+    assert not COLLECTIVES.findall(executable.as_text())
+    assert_close(executable(place(x), ids, place(cotangents)), compiled(config, "recurrent")(x, ids, cotangents), 5e-6)
 
 
 # Compiles.
