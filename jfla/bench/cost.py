@@ -1,0 +1,55 @@
+"""Bytes that a call must move and floating-point operations of the chunked algorithm: what speeds are divided by.
+
+Bytes: every input read once, every output written once; nothing for intermediates. q, k, v, o, do, dq, dk, dv have 2
+bytes, g, beta, their gradients and states have 4.
+
+    forward   q k v g beta -> o, final state (without one when packed)
+    backward  q k v g beta do -> dq dk dv dg dbeta
+    decode    q k v g beta S -> o S
+
+Operations, a multiply and an add counting as two. Per chunk of C = 64 tokens and value head, whole 64 x 64 tiles:
+
+    forward   A_qk, L: 4 C^2 K;  inverse: C^3 / 3;  k S, q S, new S: 6 C K V;  X (...), A_qk v_new: 4 C^2 V
+    backward  A_qk, L, k S, X (...), new S again: 4 C^2 K + C^3 / 3 + 4 C K V + 2 C^2 V
+              do v_new^T, A_qk^T do, dX, X^T dv_new: 8 C^2 V;  X^T dX X^T: 4 C^3
+              with S or dS: dv_new, dS (2), dq, dk, dw: 12 C K V;  dX, X^T dw, dq, dk (3): 12 C^2 K
+    decode    per head: decay, k^T S, the write, q^T S: 7 K V
+
+"forward+backward" is the sum of both. "scan" does less arithmetic than this and is held to the same numbers.
+"""
+
+from typing import NamedTuple
+
+from jfla._types import CHUNK
+from jfla.bench.shapes import Op, Pass, Shape
+
+
+class Cost(NamedTuple):
+    """What one call must do at least."""
+
+    bytes: int
+    flops: float
+
+    def __add__(self, other: "Cost") -> "Cost":  # type: ignore[override]
+        return Cost(self.bytes + other.bytes, self.flops + other.flops)
+
+
+def cost(op: Op, name: Pass, shape: Shape) -> Cost:
+    """Bytes and operations of one pass over one shape.
+
+    >>> cost("gdn", "decode", Shape(1, 1, 1)).flops
+    114688.0
+    """
+    if name == "forward+backward":
+        return cost(op, "forward", shape) + cost(op, "backward", shape)
+    tokens, dim = shape.batch * shape.time, shape.dim
+    qk, v = 2 * tokens * shape.heads * dim * 2, tokens * shape.value_heads * dim * 2
+    gates = tokens * shape.value_heads * ((dim if op == "kda" else 1) + 1) * 4
+    state = 0 if shape.packing else shape.batch * shape.value_heads * dim * dim * 4
+    if name == "decode":
+        return Cost(qk + 2 * v + gates + 2 * state, 7.0 * shape.batch * shape.value_heads * dim * dim)
+    chunks, c = shape.batch * shape.value_heads * -(-shape.time // CHUNK), CHUNK
+    square, through, cube = c * c * dim, c * dim * dim, c**3
+    if name == "forward":
+        return Cost(qk + 2 * v + gates + state, chunks * (8 * square + 6 * through + cube / 3))
+    return Cost(2 * qk + 3 * v + 2 * gates, chunks * (26 * square + 16 * through + cube * 13 / 3))

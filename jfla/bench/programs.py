@@ -1,0 +1,107 @@
+"""A compiled call of some library behind one interface: first call, later calls, waiting, memory, results in NumPy."""
+
+import importlib
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from jfla.bench.inputs import Arrays
+
+Results = dict[str, Any]  # "output", "final_state", "dq", ... as arrays of the library
+
+
+class Program(Protocol):
+    """One implementation of one case."""
+
+    compile_seconds: float
+    peak_bytes: int | None
+
+    def load(self, arrays: Arrays) -> Any:
+        """The arrays as the library takes them, without a copy where the layouts agree."""
+        ...
+
+    def first(self, loaded: Any) -> Results:
+        """Compiles, or tunes, and runs once; sets `compile_seconds` and `peak_bytes`."""
+        ...
+
+    def __call__(self, loaded: Any) -> Results:
+        """Starts one call."""
+        ...
+
+    def wait(self, results: Results) -> Any:
+        """Returns when the results are there."""
+        ...
+
+    def numpy(self, array: Any) -> np.ndarray:
+        """One of the results, or a part of it, in float32."""
+        ...
+
+
+class JaxProgram:
+    """A JAX function of a dictionary of arrays. Peak memory: temporaries and results of its compiled form."""
+
+    compile_seconds = 0.0
+    peak_bytes: int | None = None
+
+    def __init__(self, function: Callable[[Arrays], Results]) -> None:
+        self._function = function
+
+    def load(self, arrays: Arrays) -> Arrays:
+        return arrays
+
+    def first(self, loaded: Arrays) -> Results:
+        start = time.perf_counter()
+        self._compiled = jax.jit(self._function).lower(loaded).compile()
+        results = jax.block_until_ready(self._compiled(loaded))
+        self.compile_seconds = time.perf_counter() - start
+        memory = self._compiled.memory_analysis()
+        if memory is not None:
+            self.peak_bytes = memory.temp_size_in_bytes + memory.output_size_in_bytes
+        return results
+
+    def __call__(self, loaded: Arrays) -> Results:
+        return self._compiled(loaded)
+
+    def wait(self, results: Results) -> Results:
+        return jax.block_until_ready(results)
+
+    def numpy(self, array: jax.Array) -> np.ndarray:
+        return np.asarray(array.astype("float32"))
+
+
+class TorchProgram:
+    """A PyTorch function of a dictionary of tensors that share the memory of JAX's arrays."""
+
+    compile_seconds = 0.0
+    peak_bytes: int | None = None
+
+    def __init__(self, function: Callable[[dict[str, Any]], Results]) -> None:
+        self._torch, self._function = importlib.import_module("torch"), function
+
+    def load(self, arrays: Arrays) -> dict[str, Any]:
+        return {name: self._torch.from_dlpack(x) for name, x in arrays.items()}
+
+    def first(self, loaded: dict[str, Any]) -> Results:
+        """The second call tells the memory: the first one tunes, on tensors of its own."""
+        start = time.perf_counter()
+        self.wait(self._function(loaded))
+        self.compile_seconds = time.perf_counter() - start
+        cuda = self._torch.cuda
+        cuda.reset_peak_memory_stats()
+        before = cuda.memory_allocated()
+        results = self._function(loaded)
+        self.wait(results)
+        self.peak_bytes = cuda.max_memory_allocated() - before
+        return results
+
+    def __call__(self, loaded: dict[str, Any]) -> Results:
+        return self._function(loaded)
+
+    def wait(self, results: Results) -> None:
+        self._torch.cuda.synchronize()
+
+    def numpy(self, array: Any) -> np.ndarray:
+        return array.detach().float().cpu().numpy()

@@ -1,0 +1,120 @@
+"""The implementations by name: the three of this library, and the peers, each with its reason when it cannot run."""
+
+import importlib
+import importlib.metadata
+import importlib.util
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+import jfla
+from jfla._types import DeltaRuleOutput
+from jfla.bench.inputs import Arrays
+from jfla.bench.programs import JaxProgram, Program, Results
+from jfla.bench.shapes import Case
+
+MAIN = ("q", "k", "v", "g", "beta")
+
+
+class Refused(Exception):
+    """An implementation does not take a case; the message is the reason."""
+
+
+class Provider(NamedTuple):
+    """`packages` must be importable; `build` makes the program of a case or raises `Refused`."""
+
+    build: Callable[[Case, Arrays], Program]
+    packages: tuple[str, ...] = ()
+    ours: bool = False
+
+
+def jax_program(op: Callable[..., DeltaRuleOutput], case: Case) -> JaxProgram:
+    """The case with `op`, which takes the five arrays and, by name, `initial_state`, `segment_ids` and
+    `return_final_state`."""
+
+    def call(arrays: Arrays, *main: Any, state: bool) -> DeltaRuleOutput:
+        rest = {name: arrays[name] for name in ("initial_state", "segment_ids") if name in arrays}
+        return op(*main, **rest, return_final_state=state)
+
+    def forward(arrays: Arrays) -> Results:
+        main = [arrays[name] for name in MAIN]
+        out = call(arrays, *main, state=case.shape.packing is None)
+        return {name: x for name, x in out._asdict().items() if x is not None}
+
+    def both(arrays: Arrays) -> Results:
+        run = lambda *main: call(arrays, *main, state=False).output
+        output, adjoint = jax.vjp(run, *(arrays[name] for name in MAIN))
+        return {"output": output} | {f"d{name}": x for name, x in zip(MAIN, adjoint(arrays["do"]))}
+
+    return JaxProgram(both if case.timed == "forward+backward" else forward)
+
+
+def _ours(implementation: str) -> Callable[[Case, Arrays], Program]:
+    def build(case: Case, arrays: Arrays) -> Program:
+        op = getattr(jfla, f"{'recurrent' if case.timed == 'decode' else 'chunk'}_{case.op}")
+        return jax_program(lambda *main, **rest: op(*main, **rest, implementation=implementation), case)
+
+    return build
+
+
+def _scan(case: Case, arrays: Arrays) -> Program:
+    if case.timed == "decode":
+        raise Refused('one token of the scan is "xla"')
+    return jax_program(getattr(jfla.reference, f"recurrent_{case.op}"), case)
+
+
+def _peer(module: str) -> Callable[[Case, Arrays], Program]:
+    def build(case: Case, arrays: Arrays) -> Program:
+        return importlib.import_module(f"jfla.bench.{module}").build(case, arrays)
+
+    return build
+
+
+PROVIDERS: dict[str, Provider] = {
+    "pallas": Provider(_ours("pallas"), ours=True),
+    "xla": Provider(_ours("xla"), ours=True),
+    "scan": Provider(_scan, ours=True),
+    "fla": Provider(_peer("peer_fla"), ("torch", "triton", "fla")),
+    "flash_qla": Provider(_peer("peer_flash_qla"), ("torch", "tilelang", "flash_qla")),
+    "cudnn": Provider(_peer("peer_cudnn"), ("torch", "cudnn")),
+    "tokamax": Provider(_peer("peer_tokamax"), ("tokamax",)),
+}
+DISTRIBUTIONS = {
+    "jfla": "jfla", "jax": "jax", "jaxlib": "jaxlib", "torch": "torch", "triton": "triton", "fla": "fla-core",
+    "flash_qla": "flash-qla", "tilelang": "tilelang", "cudnn": "nvidia-cudnn-frontend", "tokamax": "tokamax",
+    "jax_triton": "jax-triton",
+}  # fmt: skip
+
+
+def unavailable(name: str) -> str | None:
+    """Why an implementation cannot run here at all, or None.
+
+    >>> print(unavailable("xla"))
+    None
+    """
+    provider = PROVIDERS[name]
+    missing = [package for package in provider.packages if not _importable(package)]
+    if missing:
+        return f"no package {', '.join(DISTRIBUTIONS.get(package, package) for package in missing)}"
+    if not provider.ours and jax.default_backend() != "gpu":
+        return "needs an NVIDIA GPU"
+    return None
+
+
+def versions() -> dict[str, str]:
+    """Versions of what can matter to a result; those that are absent are left out."""
+    found = {}
+    for distribution in DISTRIBUTIONS.values():
+        try:
+            found[distribution] = importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _importable(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except (ModuleNotFoundError, ValueError):
+        return False

@@ -1,0 +1,196 @@
+"""The record of a run: device, versions, commit, date, ceilings and rows; reading, writing and merging it as JSON."""
+
+import dataclasses
+import datetime
+import json
+import pathlib
+import platform
+import subprocess
+from typing import Any
+
+import jax
+
+import jfla
+from jfla.bench.ceilings import Ceilings
+from jfla.bench.cost import cost
+from jfla.bench.measure import Timing
+from jfla.bench.providers import versions
+from jfla.bench.shapes import Case
+
+SCHEMA = 1
+FOLDER = pathlib.Path(__file__).parent / "results"
+
+
+@dataclasses.dataclass
+class Row:
+    """One pass of one case by one implementation. Either `ms` is there, or `refused` says why not.
+
+    `low_ms` and `high_ms` are quartiles; `wall_ms` is the wall time per queued call; speeds are of `cost.cost`; the
+    fractions are of the run's ceilings. `peak_mib` is temporaries and results. "backward" is "forward+backward" minus
+    "forward", with the gradients' errors and the memory of both.
+    """
+
+    op: str
+    timed: str
+    shape: str
+    gate: str
+    implementation: str
+    refused: str | None = None
+    ms: float | None = None
+    low_ms: float | None = None
+    high_ms: float | None = None
+    wall_ms: float | None = None
+    method: str | None = None
+    repeats: int | None = None
+    tb_per_s: float | None = None
+    tflop_per_s: float | None = None
+    copy_fraction: float | None = None
+    matmul_fraction: float | None = None
+    errors: dict[str, float] = dataclasses.field(default_factory=dict)
+    peak_mib: float | None = None
+    compile_seconds: float | None = None
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """What a run has only one row of."""
+        return self.op, self.timed, self.shape, self.gate, self.implementation
+
+    @property
+    def timing(self) -> Timing:
+        """The times of a row that has them."""
+        times = (self.ms, self.low_ms, self.high_ms, self.wall_ms, self.method, self.repeats)
+        if None in times:
+            raise ValueError(f"{self.key} was refused: {self.refused}")
+        return Timing(*times)  # type: ignore[arg-type]
+
+
+@dataclasses.dataclass
+class Results:
+    """Rows that were measured on one device, on one day, with one version of everything."""
+
+    device: str
+    platform: str
+    date: str
+    commit: str | None
+    versions: dict[str, str]
+    ceilings: Ceilings
+    rows: list[Row]
+    schema: int = SCHEMA
+
+    def add(self, row: Row) -> None:
+        """Adds a row, in the place of an older one of the same key."""
+        self.rows = [old for old in self.rows if old.key != row.key] + [row]
+
+    def write(self, path: pathlib.Path) -> None:
+        """Writes JSON with one row a line."""
+        head = dataclasses.asdict(self) | {"ceilings": self.ceilings._asdict()}
+        rows = ",\n".join(f"  {json.dumps(_rounded(row))}" for row in head.pop("rows"))
+        text = json.dumps(_rounded(head), indent=1).removesuffix("\n}")
+        path.write_text(f'{text},\n "rows": [\n{rows}\n ]\n}}\n')
+
+
+def read(path: pathlib.Path) -> Results:
+    """Reads what `write` wrote. Raises `ValueError` for another schema."""
+    found: dict[str, Any] = json.loads(path.read_text())
+    if found.get("schema") != SCHEMA:
+        raise ValueError(f"{path}: expected results of schema {SCHEMA}, got {found.get('schema')!r}")
+    found["ceilings"] = Ceilings(**found["ceilings"])
+    found["rows"] = [Row(**row) for row in found["rows"]]
+    return Results(**found)
+
+
+def started(ceilings: Ceilings, commit: str | None, path: pathlib.Path | None) -> Results:
+    """A record without rows; or, where `path` holds one of the same device, commit and versions, that one.
+
+    Raises `ValueError` where it holds a record of something else.
+    """
+    device = jax.devices()[0]
+    new = Results(
+        device=device_name(device), platform=device.platform, date=datetime.date.today().isoformat(),
+        commit=commit or current_commit(), versions={"python": platform.python_version()} | versions(),
+        ceilings=ceilings, rows=[],
+    )  # fmt: skip
+    if path is None or not path.exists():
+        return new
+    old = read(path)
+    for name in ("device", "commit", "versions"):
+        if getattr(old, name) != getattr(new, name):
+            raise ValueError(f"{path} holds rows of another {name}: {getattr(old, name)}, now {getattr(new, name)}")
+    new.rows = old.rows
+    return new
+
+
+def timed_row(case: Case, implementation: str, time: Timing, ceilings: Ceilings) -> Row:
+    """A row with its times and speeds."""
+    bytes_, flops = cost(case.op, case.timed, case.shape)
+    row = Row(case.op, case.timed, str(case.shape), case.gate, implementation)
+    row.ms, row.low_ms, row.high_ms, row.wall_ms, row.method, row.repeats = time
+    row.tb_per_s, row.tflop_per_s = bytes_ / time.ms * 1e-9, flops / time.ms * 1e-9
+    row.copy_fraction = row.tb_per_s / ceilings.copy_tb_per_s
+    row.matmul_fraction = row.tflop_per_s / ceilings.matmul_tflop_per_s
+    return row
+
+
+def backward_row(case: Case, forward: Row, both: Row, ceilings: Ceilings) -> Row:
+    """The difference of two rows: medians, and quartiles at their worst (low minus high, high minus low).
+
+    Wall times where the two were not timed in the same way. Where noise makes it 0 or less, there is none.
+    """
+    b, f = both.timing, forward.timing
+    if b.method != f.method:
+        b, f = (Timing(x.wall_ms, x.wall_ms, x.wall_ms, x.wall_ms, "queued", x.repeats) for x in (b, f))
+    case = dataclasses.replace(case, timed="backward")
+    if b.ms <= f.ms:
+        row = Row(case.op, case.timed, str(case.shape), case.gate, both.implementation)
+        row.refused = "noise: forward+backward was not slower than forward"
+        return row
+    difference = Timing(
+        b.ms - f.ms, b.low_ms - f.high_ms, b.high_ms - f.low_ms, b.wall_ms - f.wall_ms, b.method, b.repeats
+    )
+    row = timed_row(case, both.implementation, difference, ceilings)
+    row.errors = {name: error for name, error in both.errors.items() if name != "output"}
+    row.peak_mib = both.peak_mib
+    return row
+
+
+def device_name(device: jax.Device) -> str:
+    """The device as its maker calls it."""
+    if device.platform != "cpu":
+        return device.device_kind
+    try:
+        from jfla.cli.info import cpu_name
+    except ModuleNotFoundError:  # no rich
+        return platform.processor() or platform.machine()
+    return cpu_name()
+
+
+def current_commit() -> str | None:
+    """The commit of this checkout, with "+" when files that it holds were changed; None outside of one."""
+    git = ["git", "-C", str(pathlib.Path(jfla.__file__).parent)]
+    try:
+        commit = subprocess.run([*git, "rev-parse", "--short=10", "HEAD"], capture_output=True, text=True, check=True)
+        changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", "."], check=False).returncode
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return commit.stdout.strip() + ("+" if changed else "")
+
+
+def newest() -> pathlib.Path | None:
+    """The newest results of a GPU in the repository."""
+    found = [(read(path).date, path) for path in FOLDER.glob("*.json") if read(path).platform == "gpu"]
+    return max(found)[1] if found else None
+
+
+def shape_sort(shape: str) -> int:
+    """Tokens times heads of a shape's name: the order of tables."""
+    sizes = {part[0]: part[1:] for part in shape.split()}
+    return int(sizes["B"]) * int(sizes["T"]) * int(sizes["H"].split("/")[-1])
+
+
+def _rounded(x: Any) -> Any:
+    """Floats with five digits."""
+    if isinstance(x, float):
+        return float(f"{x:.5g}")
+    if isinstance(x, dict):
+        return {name: _rounded(value) for name, value in x.items()}
+    return x

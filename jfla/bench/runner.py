@@ -1,0 +1,134 @@
+"""The loop: for every case the same inputs to every implementation; one row each, on disk at once."""
+
+import dataclasses
+import functools
+import gc
+import os
+import pathlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jfla.bench import ceilings, inputs, measure, results
+from jfla.bench.exact import Exact
+from jfla.bench.inputs import Arrays
+from jfla.bench.programs import Program
+from jfla.bench.providers import PROVIDERS, Refused, unavailable
+from jfla.bench.results import Results, Row
+from jfla.bench.shapes import GATES, OPS, PASSES, SETS, Case, cases
+
+Notify = Callable[[int, int, str], None]  # done, total, what comes next
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What to measure. An empty tuple is the default: every op and pass, strong gates, every implementation that can
+    run here, and the set "paper" on a GPU, "quick" elsewhere."""
+
+    sets: tuple[str, ...] = ()
+    ops: tuple[str, ...] = ()
+    passes: tuple[str, ...] = ()
+    gates: tuple[str, ...] = ()
+    implementations: tuple[str, ...] = ()
+    json: pathlib.Path | None = None
+    repeats: int = 0  # 0: 7 on a GPU, 3 elsewhere
+    seconds: float = float("inf")  # no case is begun after that time
+    commit: str | None = None  # where there is no git to ask
+
+    def filled(self) -> "Plan":
+        """With every default filled in. Raises `ValueError` naming the option at fault."""
+        gpu = jax.default_backend() == "gpu"
+        names = {"sets": tuple(SETS), "ops": OPS, "passes": PASSES, "gates": GATES, "implementations": tuple(PROVIDERS)}
+        for option, known in names.items():
+            for value in getattr(self, option):
+                if value not in known:
+                    raise ValueError(f"{option} must be among {', '.join(known)}, got {value!r}")
+        for name in self.implementations:
+            if reason := unavailable(name):
+                raise ValueError(f"implementation {name} cannot run here: {reason}")
+        return dataclasses.replace(
+            self,
+            sets=self.sets or ("paper" if gpu else "quick",),
+            ops=self.ops or OPS,
+            passes=self.passes or PASSES,
+            gates=self.gates or ("strong",),
+            implementations=self.implementations or tuple(name for name in PROVIDERS if not unavailable(name)),
+            repeats=self.repeats or (7 if gpu else 3),
+        )
+
+
+def run(plan: Plan, notify: Notify) -> Results:
+    """Measures all that the plan asks for. Rows that `plan.json` holds already are kept, unless measured again.
+
+    Raises `ValueError` for a plan that cannot be run.
+    """
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # peers allocate from the same GPU
+    began, plan = time.monotonic(), plan.filled()
+    todo = cases(list(plan.sets), list(plan.ops), list(plan.passes), list(plan.gates))  # type: ignore[arg-type]
+    record = results.started(ceilings.measured(plan.repeats), plan.commit, plan.json)
+    exact = Exact()
+    for number, case in enumerate(todo):
+        if time.monotonic() - began > plan.seconds:
+            notify(number, len(todo), f"stopped after {plan.seconds:.0f} s, {len(todo) - number} cases left")
+            break
+        for row in _case_rows(case, plan, record, exact, functools.partial(notify, number, len(todo))):
+            record.add(row)
+        if plan.json is not None:
+            record.write(plan.json)
+    return record
+
+
+def _case_rows(case: Case, plan: Plan, record: Results, exact: Exact, say: Callable[[str], None]) -> list[Row]:
+    """The rows of one case, and the backward's where its second half is there."""
+    first = inputs.draw(case, 0)
+    sets = measure.input_sets(inputs.size(first), jax.default_backend() == "gpu")
+    arrays = [first, *(inputs.draw(case, seed) for seed in range(1, sets))]
+    forwards = {
+        row.implementation: row
+        for row in record.rows
+        if row.key[:4] == (case.op, "forward", str(case.shape), case.gate) and row.ms is not None
+    }
+    rows = []
+    for name in plan.implementations:
+        say(f"{case}: {name}")
+        row = _row(case, name, arrays, plan.repeats, record, exact)
+        rows.append(row)
+        if case.timed == "forward+backward" and row.ms is not None and name in forwards:
+            rows.append(results.backward_row(case, forwards[name], row, record.ceilings))
+        gc.collect()
+    return rows
+
+
+def _row(case: Case, name: str, arrays: list[Arrays], repeats: int, record: Results, exact: Exact) -> Row:
+    refused = Row(case.op, case.timed, str(case.shape), case.gate, name)
+    try:
+        program = PROVIDERS[name].build(case, arrays[0])
+        return _measured(case, name, program, arrays, repeats, record, exact)
+    except (Refused, NotImplementedError) as reason:
+        refused.refused = _first_line(reason)
+    except Exception as failure:  # a peer's or the compiler's, of any kind: the other rows are worth having
+        text = f"{type(failure).__name__}: {failure}"
+        memory = "RESOURCE_EXHAUSTED" in text or "OutOfMemory" in text or "out of memory" in text
+        refused.refused = "out of memory" if memory else f"failed: {_first_line(text)}"
+    return refused
+
+
+def _measured(
+    case: Case, name: str, program: Program, arrays: list[Arrays], repeats: int, record: Results, exact: Exact
+) -> Row:
+    loaded: list[Any] = [program.load(x) for x in arrays]
+    found = program.first(loaded[0])
+    errors = exact.errors(case, arrays[0], program, found)
+    del found
+    time_ = measure.timing(program, program.wait, loaded, repeats)
+    row = results.timed_row(case, name, time_, record.ceilings)
+    row.errors, row.compile_seconds = errors, program.compile_seconds
+    row.peak_mib = None if program.peak_bytes is None else program.peak_bytes / 2**20
+    return row
+
+
+def _first_line(text: object) -> str:
+    lines = str(text).strip().splitlines() or [type(text).__name__]
+    return lines[0][:200]

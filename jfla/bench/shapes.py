@@ -1,0 +1,97 @@
+"""What is measured: shapes in sets by name, kinds of gates, passes, and the one case that they make together."""
+
+import dataclasses
+from typing import Literal
+
+Op = Literal["kda", "gdn"]
+Pass = Literal["forward", "backward", "forward+backward", "decode"]
+Gate = Literal["strong", "weak", "mixed"]
+Packing = Literal["uniform", "random", "skewed"]
+
+OPS: tuple[Op, ...] = ("kda", "gdn")
+PASSES: tuple[Pass, ...] = ("forward", "backward", "forward+backward", "decode")
+GATES: tuple[Gate, ...] = ("strong", "weak", "mixed")
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Sizes of one call, K = V = `dim`. With `packing`, `segments` sequences lie one behind the other along T.
+
+    >>> print(Shape(1, 8192, 16, value_heads=32))
+    B1 T8192 H16/32 D128
+    """
+
+    batch: int
+    time: int
+    heads: int
+    dim: int = 128
+    value_heads: int = 0  # 0: as many as heads
+    packing: Packing | None = None
+    segments: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "value_heads", self.value_heads or self.heads)
+
+    def __str__(self) -> str:
+        heads = f"H{self.heads}" if self.heads == self.value_heads else f"H{self.heads}/{self.value_heads}"
+        packed = f" {self.packing} S{self.segments}" if self.packing else ""
+        return f"B{self.batch} T{self.time} {heads} D{self.dim}{packed}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One thing that every implementation does in turn. `timed` is never "backward": that one is a difference."""
+
+    op: Op
+    timed: Pass
+    shape: Shape
+    gate: Gate = "strong"
+
+    def __str__(self) -> str:
+        return f"{self.op} {self.timed}, {self.shape}, {self.gate}"
+
+
+SETS: dict[str, tuple[Shape, ...]] = {
+    "quick": (Shape(2, 512, 2, 64),),
+    "paper": (
+        Shape(1, 8192, 32),
+        Shape(8, 4096, 32),
+        Shape(1, 65536, 32),
+        Shape(1, 2048, 32),
+        Shape(8, 1024, 8, 64),
+        Shape(1, 8192, 16, value_heads=32),
+    ),
+    "fla823": tuple(Shape(16, 2**power, 8, 256) for power in range(8, 15)),
+    "fla": (
+        Shape(1, 8192, 96),
+        Shape(2, 16384, 16),
+        Shape(4, 2048, 16),
+        Shape(4, 4096, 64),
+        Shape(8, 2048, 32, 256),
+        Shape(8, 1024, 8, 64),
+    ),
+    "packed": tuple(
+        Shape(1, time, 32, packing=packing, segments=segments)
+        for time in (4096, 8192, 16384)
+        for segments in (10, 20)
+        for packing in ("uniform", "random", "skewed")
+    ),
+}
+
+
+def cases(sets: list[str], ops: list[Op], passes: list[Pass], gates: list[Gate]) -> list[Case]:
+    """Every combination, once. Decode is one token with a state, so shapes that differ in T alone are one case of it;
+    packed shapes have none.
+
+    >>> for case in cases(["quick"], ["kda"], ["backward", "decode"], ["weak"]): print(case)
+    kda forward, B2 T512 H2 D64, weak
+    kda forward+backward, B2 T512 H2 D64, weak
+    kda decode, B2 T1 H2 D64, weak
+    """
+    timed: list[Pass] = [name for name in ("forward", "forward+backward") if name in passes or "backward" in passes]
+    shapes = [shape for name in sets for shape in SETS[name]]
+    found = [Case(op, name, shape, gate) for op in ops for gate in gates for shape in shapes for name in timed]
+    if "decode" in passes:
+        tokens = [dataclasses.replace(shape, time=1) for shape in shapes if shape.packing is None]
+        found += [Case(op, "decode", shape, gate) for op in ops for gate in gates for shape in tokens]
+    return list(dict.fromkeys(found))
