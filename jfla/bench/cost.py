@@ -6,6 +6,7 @@ bytes, g, beta, their gradients and states have 4.
     forward   q k v g beta -> o, final state (without one when packed)
     backward  q k v g beta do -> dq dk dv dg dbeta
     decode    q k v g beta S -> o S
+    scan+output  q k_in k_out v, A_qk and inverse (64 x 64 per chunk, 2 bytes) -> o, final state
 
 Operations, a multiply and an add counting as two. Per chunk of C = 64 tokens and value head, whole 64 x 64 tiles:
 
@@ -13,6 +14,7 @@ Operations, a multiply and an add counting as two. Per chunk of C = 64 tokens an
     backward  A_qk, L, k S, X (...), new S again: 4 C^2 K + C^3 / 3 + 4 C K V + 2 C^2 V
               do v_new^T, A_qk^T do, dX, X^T dv_new: 8 C^2 V;  X^T dX X^T: 4 C^3
               with S or dS: dv_new, dS (2), dq, dk, dw: 12 C K V;  dX, X^T dw, dq, dk (3): 12 C^2 K
+    scan+output  6 C K V + 4 C^2 V
     decode    per head: decay, k^T S, the write, q^T S: 7 K V
 
 "forward+backward" is the sum of both. "scan" does less arithmetic than this and is held to the same numbers.
@@ -50,6 +52,9 @@ def cost(op: Op, name: Pass, shape: Shape) -> Cost:
         return Cost(qk + 2 * v + gates + 2 * state, 7.0 * shape.batch * shape.value_heads * dim * dim)
     chunks, c = shape.batch * shape.value_heads * -(-shape.time // CHUNK), CHUNK
     square, through, cube = c * c * dim, c * dim * dim, c**3
+    if name == "scan+output":
+        per_head = 3 * tokens * shape.value_heads * dim * 2 + chunks * 2 * c * c * 2
+        return Cost(per_head + 2 * v + state, chunks * (4 * square + 6 * through))
     if name == "forward":
         return Cost(qk + 2 * v + gates + state, chunks * (8 * square + 6 * through + cube / 3))
     return Cost(2 * qk + 3 * v + 2 * gates, chunks * (26 * square + 16 * through + cube * 13 / 3))

@@ -19,14 +19,13 @@ from jax import lax
 from jaxtyping import Array
 
 from jfla import reference
-from jfla.bench.inputs import Arrays
+from jfla.bench.inputs import MAIN, Arrays
 from jfla.bench.programs import Program, Results
 from jfla.bench.shapes import Case, Op
 
 HEADS = 2
 MAX_TIME, PREFIX = 16384, 4096
 BLOCK = 1024  # tokens between the states that the backward of the recurrence keeps
-MAIN = ("q", "k", "v", "g", "beta")
 
 
 class Exact:
@@ -41,7 +40,7 @@ class Exact:
         if self._case != case:
             self._reference = _references(case, {name: part(case, name, x) for name, x in arrays.items()})
             self._case = case
-        found = {}
+        found, results = {}, program.restored(results)
         for name, ref in self._reference.items():
             if results.get(name) is not None:
                 x = np.asarray(program.numpy(part(case, name, results[name])), np.float64)

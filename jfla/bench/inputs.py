@@ -11,6 +11,7 @@ from jfla.bench.shapes import Case, Gate, Packing
 from jfla.packing import segment_ids_from_cu_seqlens
 
 Arrays = dict[str, Array]
+MAIN = ("q", "k", "v", "g", "beta")  # what every op takes, in this order
 
 SLOW = 1e-3  # what the decay of the slow channel of "mixed" is multiplied by
 

@@ -13,6 +13,10 @@ from jfla.bench.inputs import Arrays
 Results = dict[str, Any]  # "output", "final_state", "dq", ... as arrays of the library
 
 
+class Refused(Exception):
+    """An implementation does not take a case; the message is the reason."""
+
+
 class Program(Protocol):
     """One implementation of one case."""
 
@@ -20,7 +24,7 @@ class Program(Protocol):
     peak_bytes: int | None
 
     def load(self, arrays: Arrays) -> Any:
-        """The arrays as the library takes them, without a copy where the layouts agree."""
+        """The arrays as the library takes them; not timed."""
         ...
 
     def first(self, loaded: Any) -> Results:
@@ -35,24 +39,43 @@ class Program(Protocol):
         """Returns when the results are there."""
         ...
 
+    def restored(self, results: Results) -> Results:
+        """The results in this library's layouts; not timed."""
+        ...
+
     def numpy(self, array: Any) -> np.ndarray:
-        """One of the results, or a part of it, in float32."""
+        """One of the restored results, or a part of it, in float32."""
         ...
 
 
+def same(x: Any) -> Any:
+    """What `arrange` and `restore` do where a library's layouts are ours."""
+    return x
+
+
 class JaxProgram:
-    """A JAX function of a dictionary of arrays. Peak memory: temporaries and results of its compiled form."""
+    """A JAX function. `arrange` makes its argument of the case's arrays, `restore` undoes its layouts; both are jitted.
+
+    Peak memory: temporaries and results of its compiled form.
+    """
 
     compile_seconds = 0.0
     peak_bytes: int | None = None
 
-    def __init__(self, function: Callable[[Arrays], Results]) -> None:
+    def __init__(
+        self,
+        function: Callable[[Any], Results],
+        arrange: Callable[[Arrays], Any] = same,
+        restore: Callable[[Results], Results] = same,
+    ) -> None:
         self._function = function
+        self._arrange: Callable[[Arrays], Any] = arrange if arrange is same else jax.jit(arrange)
+        self._restore: Callable[[Results], Results] = restore if restore is same else jax.jit(restore)
 
-    def load(self, arrays: Arrays) -> Arrays:
-        return arrays
+    def load(self, arrays: Arrays) -> Any:
+        return jax.block_until_ready(self._arrange(arrays))
 
-    def first(self, loaded: Arrays) -> Results:
+    def first(self, loaded: Any) -> Results:
         start = time.perf_counter()
         self._compiled = jax.jit(self._function).lower(loaded).compile()
         results = jax.block_until_ready(self._compiled(loaded))
@@ -62,11 +85,14 @@ class JaxProgram:
             self.peak_bytes = memory.temp_size_in_bytes + memory.output_size_in_bytes
         return results
 
-    def __call__(self, loaded: Arrays) -> Results:
+    def __call__(self, loaded: Any) -> Results:
         return self._compiled(loaded)
 
     def wait(self, results: Results) -> Results:
         return jax.block_until_ready(results)
+
+    def restored(self, results: Results) -> Results:
+        return self._restore(results)
 
     def numpy(self, array: jax.Array) -> np.ndarray:
         return np.asarray(array.astype("float32"))
@@ -78,11 +104,15 @@ class TorchProgram:
     compile_seconds = 0.0
     peak_bytes: int | None = None
 
-    def __init__(self, function: Callable[[dict[str, Any]], Results]) -> None:
-        self._torch, self._function = importlib.import_module("torch"), function
+    def __init__(
+        self,
+        function: Callable[[dict[str, Any]], Results],
+        arrange: Callable[[dict[str, Any]], dict[str, Any]] = same,
+    ) -> None:
+        self._torch, self._function, self._arrange = importlib.import_module("torch"), function, arrange
 
     def load(self, arrays: Arrays) -> dict[str, Any]:
-        return {name: self._torch.from_dlpack(x) for name, x in arrays.items()}
+        return self._arrange({name: self._torch.from_dlpack(x) for name, x in arrays.items()})
 
     def first(self, loaded: dict[str, Any]) -> Results:
         """The second call tells the memory: the first one tunes, on tensors of its own."""
@@ -102,6 +132,9 @@ class TorchProgram:
 
     def wait(self, results: Results) -> None:
         self._torch.cuda.synchronize()
+
+    def restored(self, results: Results) -> Results:
+        return results
 
     def numpy(self, array: Any) -> np.ndarray:
         return array.detach().float().cpu().numpy()

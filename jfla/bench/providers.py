@@ -10,21 +10,15 @@ import jax
 
 import jfla
 from jfla._types import DeltaRuleOutput
-from jfla.bench.inputs import Arrays
-from jfla.bench.programs import JaxProgram, Program, Results
+from jfla.bench.inputs import MAIN, Arrays
+from jfla.bench.programs import JaxProgram, Program, Refused, Results
 from jfla.bench.shapes import Case
-
-MAIN = ("q", "k", "v", "g", "beta")
-
-
-class Refused(Exception):
-    """An implementation does not take a case; the message is the reason."""
 
 
 class Provider(NamedTuple):
     """`packages` must be importable; `build` makes the program of a case or raises `Refused`."""
 
-    build: Callable[[Case, Arrays], Program]
+    build: Callable[[Case], Program]
     packages: tuple[str, ...] = ()
     ours: bool = False
 
@@ -50,32 +44,51 @@ def jax_program(op: Callable[..., DeltaRuleOutput], case: Case) -> JaxProgram:
     return JaxProgram(both if case.timed == "forward+backward" else forward)
 
 
-def _ours(implementation: str) -> Callable[[Case, Arrays], Program]:
-    def build(case: Case, arrays: Arrays) -> Program:
-        op = getattr(jfla, f"{'recurrent' if case.timed == 'decode' else 'chunk'}_{case.op}")
-        return jax_program(lambda *main, **rest: op(*main, **rest, implementation=implementation), case)
-
-    return build
+def _op(implementation: str, case: Case) -> Program:
+    op = getattr(jfla, f"{'recurrent' if case.timed == 'decode' else 'chunk'}_{case.op}")
+    return jax_program(lambda *main, **rest: op(*main, **rest, implementation=implementation), case)
 
 
-def _scan(case: Case, arrays: Arrays) -> Program:
+def _pallas(case: Case) -> Program:
+    return (
+        importlib.import_module("jfla.bench.stages").ours(case) if case.timed == "scan+output" else _op("pallas", case)
+    )
+
+
+def _scan(case: Case) -> Program:
     if case.timed == "decode":
         raise Refused('one token of the scan is "xla"')
+    _no_stages(case)
     return jax_program(getattr(jfla.reference, f"recurrent_{case.op}"), case)
 
 
-def _peer(module: str) -> Callable[[Case, Arrays], Program]:
-    def build(case: Case, arrays: Arrays) -> Program:
-        return importlib.import_module(f"jfla.bench.{module}").build(case, arrays)
+def _xla(case: Case) -> Program:
+    _no_stages(case)
+    return _op("xla", case)
+
+
+def _no_stages(case: Case) -> None:
+    if case.timed == "scan+output":
+        raise Refused("its stages are not kernels")
+
+
+def _peer(module: str) -> Callable[[Case], Program]:
+    def build(case: Case) -> Program:
+        try:
+            found = importlib.import_module(f"jfla.bench.{module}")
+        except ImportError as missing:
+            raise Refused(f"cannot be imported: {missing}") from missing
+        return found.build(case)
 
     return build
 
 
 PROVIDERS: dict[str, Provider] = {
-    "pallas": Provider(_ours("pallas"), ours=True),
-    "xla": Provider(_ours("xla"), ours=True),
+    "pallas": Provider(_pallas, ours=True),
+    "xla": Provider(_xla, ours=True),
     "scan": Provider(_scan, ours=True),
     "fla": Provider(_peer("peer_fla"), ("torch", "triton", "fla")),
+    "fla_kernels": Provider(_peer("peer_fla_kernels"), ("torch", "triton", "fla", "jax_triton")),
     "flash_qla": Provider(_peer("peer_flash_qla"), ("torch", "tilelang", "flash_qla")),
     "cudnn": Provider(_peer("peer_cudnn"), ("torch", "cudnn")),
     "tokamax": Provider(_peer("peer_tokamax"), ("tokamax",)),

@@ -14,8 +14,8 @@ import jax
 from jfla.bench import ceilings, inputs, measure, results
 from jfla.bench.exact import Exact
 from jfla.bench.inputs import Arrays
-from jfla.bench.programs import Program
-from jfla.bench.providers import PROVIDERS, Refused, unavailable
+from jfla.bench.programs import Program, Refused
+from jfla.bench.providers import PROVIDERS, unavailable
 from jfla.bench.results import Results, Row
 from jfla.bench.shapes import GATES, OPS, PASSES, SETS, Case, cases
 
@@ -52,7 +52,7 @@ class Plan:
             self,
             sets=self.sets or ("paper" if gpu else "quick",),
             ops=self.ops or OPS,
-            passes=self.passes or PASSES,
+            passes=self.passes or (PASSES if gpu else PASSES[:4]),  # the stages are kernels
             gates=self.gates or ("strong",),
             implementations=self.implementations or tuple(name for name in PROVIDERS if not unavailable(name)),
             repeats=self.repeats or (7 if gpu else 3),
@@ -104,7 +104,7 @@ def _case_rows(case: Case, plan: Plan, record: Results, exact: Exact, say: Calla
 def _row(case: Case, name: str, arrays: list[Arrays], repeats: int, record: Results, exact: Exact) -> Row:
     refused = Row(case.op, case.timed, str(case.shape), case.gate, name)
     try:
-        program = PROVIDERS[name].build(case, arrays[0])
+        program = PROVIDERS[name].build(case)
         return _measured(case, name, program, arrays, repeats, record, exact)
     except (Refused, NotImplementedError) as reason:
         refused.refused = _first_line(reason)

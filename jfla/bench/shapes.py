@@ -4,12 +4,12 @@ import dataclasses
 from typing import Literal
 
 Op = Literal["kda", "gdn"]
-Pass = Literal["forward", "backward", "forward+backward", "decode"]
+Pass = Literal["forward", "backward", "forward+backward", "decode", "scan+output"]
 Gate = Literal["strong", "weak", "mixed"]
 Packing = Literal["uniform", "random", "skewed"]
 
 OPS: tuple[Op, ...] = ("kda", "gdn")
-PASSES: tuple[Pass, ...] = ("forward", "backward", "forward+backward", "decode")
+PASSES: tuple[Pass, ...] = ("forward", "backward", "forward+backward", "decode", "scan+output")
 GATES: tuple[Gate, ...] = ("strong", "weak", "mixed")
 
 
@@ -81,14 +81,15 @@ SETS: dict[str, tuple[Shape, ...]] = {
 
 def cases(sets: list[str], ops: list[Op], passes: list[Pass], gates: list[Gate]) -> list[Case]:
     """Every combination, once. Decode is one token with a state, so shapes that differ in T alone are one case of it;
-    packed shapes have none.
+    packed shapes have none. "scan+output" is what follows the work inside the chunks: states and output.
 
     >>> for case in cases(["quick"], ["kda"], ["backward", "decode"], ["weak"]): print(case)
     kda forward, B2 T512 H2 D64, weak
     kda forward+backward, B2 T512 H2 D64, weak
     kda decode, B2 T1 H2 D64, weak
     """
-    timed: list[Pass] = [name for name in ("forward", "forward+backward") if name in passes or "backward" in passes]
+    wanted = {*passes, "forward", "forward+backward"} if "backward" in passes else {*passes}
+    timed: list[Pass] = [name for name in PASSES if name in wanted and name not in ("backward", "decode")]
     shapes = [shape for name in sets for shape in SETS[name]]
     found = [Case(op, name, shape, gate) for op in ops for gate in gates for shape in shapes for name in timed]
     if "decode" in passes:

@@ -1,0 +1,63 @@
+"""Peer: the Hopper kernels for KDA of cuDNN's frontend, called by the addresses of PyTorch's tensors."""
+
+from typing import Any
+
+import torch  # type: ignore[import-not-found]
+from cudnn.linear_attention.hopper import cuda_bwd_host, cuda_host  # type: ignore[import-not-found]
+
+from jfla.bench.inputs import MAIN
+from jfla.bench.programs import Program, Refused, Results, TorchProgram
+from jfla.bench.shapes import Case
+
+
+def build(case: Case) -> Program:
+    """The program of a case."""
+    if case.op != "kda":
+        raise Refused("its Hopper kernels are of KDA alone")
+    if case.timed not in ("forward", "forward+backward"):
+        raise Refused(f"it has no {case.timed}")
+    if case.shape.dim != 128 or case.shape.heads != case.shape.value_heads:
+        raise Refused("its Hopper kernels take K = V = 128 and as many value heads as heads")
+    return TorchProgram(_both if case.timed == "forward+backward" else _forward, _with_lengths_and_state)
+
+
+def _with_lengths_and_state(x: dict[str, Any]) -> dict[str, Any]:
+    """Sequences lie one behind the other, each with a state to begin with; the backward has a workspace."""
+    batch, time, heads, dim = x["q"].shape
+    if "cu_seqlens" not in x:
+        x = x | {"cu_seqlens": torch.arange(batch + 1, device="cuda", dtype=torch.int32) * time}
+    sequences = x["cu_seqlens"].numel() - 1
+    x = x | {"state": torch.zeros(sequences, heads, dim, dim, device="cuda")}
+    if "do" in x:
+        size = cuda_bwd_host.workspace_bytes(batch * time, heads, sequences)
+        x = x | {"workspace": torch.empty(size, device="cuda", dtype=torch.uint8)}
+    return x
+
+
+def _sizes(x: dict[str, Any]) -> tuple[int, int, int]:
+    batch, time, heads, _ = x["q"].shape
+    return batch * time, heads, x["cu_seqlens"].numel() - 1
+
+
+def _forward(x: dict[str, Any]) -> Results:
+    tokens, heads, sequences = _sizes(x)
+    output, final = torch.empty_like(x["v"]), torch.empty_like(x["state"])
+    arrays = (*(x[name] for name in MAIN), x["cu_seqlens"], x["state"], output, final)
+    cuda_host.launch(0, _stream(), *(a.data_ptr() for a in arrays), tokens, sequences, heads)
+    # With packed sequences the states are not what the other implementations return.
+    return {"output": output, "final_state": final} if sequences == x["q"].shape[0] else {"output": output}
+
+
+def _both(x: dict[str, Any]) -> Results:
+    results = _forward(x)
+    tokens, heads, sequences = _sizes(x)
+    gradients = [torch.empty_like(x[name]) for name in MAIN]
+    d_final, d_initial = torch.zeros_like(x["state"]), torch.empty_like(x["state"])
+    arrays = (x["workspace"], x["do"], *(x[name] for name in MAIN), x["cu_seqlens"], x["state"], d_final)
+    addresses = (a.data_ptr() for a in (*arrays, *gradients, d_initial))
+    cuda_bwd_host.launch(0, _stream(), *addresses, tokens, heads, sequences)
+    return {"output": results["output"]} | {f"d{name}": x for name, x in zip(MAIN, gradients)}
+
+
+def _stream() -> int:
+    return torch.cuda.current_stream().cuda_stream
