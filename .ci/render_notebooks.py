@@ -1,0 +1,48 @@
+"""Executes notebooks/*.py and writes each, with its outputs, as the .ipynb next to it; names as arguments pick some."""
+
+import base64
+import io
+import pathlib
+import sys
+
+import jupytext
+import nbformat
+from nbclient import NotebookClient
+from PIL import Image
+
+FOLDER = pathlib.Path(__file__).parents[1] / "notebooks"
+_COLORS = 256  # of a figure's palette: half of the bytes of true color, and hardly to be seen
+
+
+def main() -> None:
+    """Renders one notebook after the other."""
+    for source in sorted(FOLDER.glob("*.py")):
+        if not sys.argv[1:] or source.stem in sys.argv[1:]:
+            target = source.with_suffix(".ipynb")
+            nbformat.write(render(source), target)
+            print(f"{target.name}: {target.stat().st_size // 1024} KiB")
+
+
+def render(source: pathlib.Path) -> nbformat.NotebookNode:
+    """The executed notebook. Ids, times and counts that change from run to run are left out."""
+    notebook = jupytext.read(source)
+    NotebookClient(notebook, timeout=1800, kernel_name="python3", record_timing=False).execute()
+    for number, cell in enumerate(notebook.cells):
+        cell.id = f"cell-{number}"
+        for output in cell.get("outputs", []):
+            data = output.get("data", {})
+            if "image/png" in data:
+                data["image/png"] = _small(data["image/png"])
+                data.pop("text/plain", None)
+    return notebook
+
+
+def _small(png: str) -> str:
+    picture = Image.open(io.BytesIO(base64.b64decode(png))).convert("RGB").quantize(_COLORS, dither=Image.Dither.NONE)
+    buffer = io.BytesIO()
+    picture.save(buffer, "png", optimize=True)
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+if __name__ == "__main__":
+    main()
