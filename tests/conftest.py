@@ -16,6 +16,7 @@ _CHECKED = [
     "jfla.gates",
     "jfla.packing",
     "jfla.prepare",
+    "jfla._mesh",
     "jfla.decay",
     "jfla.gradients",
     "jfla.pallas",

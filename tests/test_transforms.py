@@ -191,6 +191,47 @@ def test_jit_of_sharded_arrays_needs_no_collective(op, form):
     assert_close(executable(place(x), ids, place(cotangents)), compiled(config, "recurrent")(x, ids, cotangents), 5e-6)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{"op": "kda", "segments": 3}, {"op": "gdn", "gate": None, "state": False}],
+    ids=["kda-segments", "gdn"],
+)
+@pytest.mark.parametrize("form", ["chunk", "recurrent"])
+def test_explicit_mesh_axes(form, changes):
+    """Types say the layout of what goes in and comes out, gradients too; no other layout is asked for inside."""
+    if jax.device_count() < 8:
+        pytest.skip("needs 8 devices")
+    mesh = jax.make_mesh((2, 4), ("b", "h"), axis_types=(AxisType.Explicit,) * 2)
+    config = dataclasses.replace(CONFIG, time=66, **changes)
+    x, ids, cotangents = make(config)
+    state = ("b", None, "h") if config.segments else ("b", "h")
+    axes = {"a_log": ("h",), "dt_bias": ("h",), "initial_state": state, "final_state": state}
+
+    def layout(name: str, a) -> NamedSharding:
+        spec = axes.get(name.removeprefix("d"), axes.get(name, ("b", None, "h")))
+        return NamedSharding(mesh, PartitionSpec(*spec, *[None] * (a.ndim - len(spec))))
+
+    place = lambda arrays: {name: jax.device_put(a, layout(name, a)) for name, a in arrays.items()}
+    placed_ids = None if ids is None else jax.device_put(ids, NamedSharding(mesh, PartitionSpec("b")))
+    with jax.set_mesh(mesh):
+        got = compiled(config, form, jit=quick_jit)(place(x), placed_ids, place(cotangents))
+    assert_close(got, compiled(config, "recurrent")(x, ids, cotangents), 5e-6)
+    assert {name: a.sharding for name, a in got.items()} == {name: layout(name, a) for name, a in got.items()}
+
+
+def test_explicit_mesh_axes_without_a_mesh_in_context_and_in_forward_mode():
+    if jax.device_count() < 8:
+        pytest.skip("needs 8 devices")
+    config = dataclasses.replace(CONFIG, op="gdn", gate=None, state=False, final=False, time=5)
+    x, _, _ = make(config)
+    layout = NamedSharding(jax.make_mesh((2, 4), ("b", "h")), PartitionSpec("b", None, "h"))
+    placed = {name: jax.device_put(a, layout) for name, a in x.items()}
+    for form in ("chunk", "plain", "recurrent"):
+        assert_close(call(config, form, placed, None).output, call(config, form, x, None).output)
+    tangent = lambda x: jax.jvp(lambda x: call(config, "plain", x, None).output, (x,), (x,))[1]
+    assert_close(tangent(placed), tangent(x))
+
+
 # Compiles.
 
 

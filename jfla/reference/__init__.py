@@ -28,9 +28,9 @@ def recurrent_gdn(q: Array, k: Array, v: Array, g: Array, beta: Array, **argumen
 
 def chunk_kda(q: Array, k: Array, v: Array, g: Array, beta: Array, **arguments: Any) -> DeltaRuleOutput:
     """Chunked KDA without a derivative rule. Arguments and results of `jfla.chunk_kda`, without `implementation`."""
-    return chunked.forward(*validate("kda", q, k, v, g, beta, **(DEFAULTS | arguments)))[0]
+    return chunked.plain(*validate("kda", q, k, v, g, beta, **(DEFAULTS | arguments)))
 
 
 def chunk_gdn(q: Array, k: Array, v: Array, g: Array, beta: Array, **arguments: Any) -> DeltaRuleOutput:
     """Chunked GDN without a derivative rule. Arguments and results of `jfla.chunk_gdn`, without `implementation`."""
-    return chunked.forward(*validate("gdn", q, k, v, g, beta, **(DEFAULTS | arguments)))[0]
+    return chunked.plain(*validate("gdn", q, k, v, g, beta, **(DEFAULTS | arguments)))

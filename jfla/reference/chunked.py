@@ -17,6 +17,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from jfla._mesh import compiler_partitioned
 from jfla._types import DeltaRuleOutput, Inputs, Options
 from jfla.decay import decayed_dot
 from jfla.gradients import Operands, chunk_gradients, operands
@@ -160,7 +161,13 @@ def _chunked_bwd(options: Options, residuals: tuple[Inputs, Pairwise], d_output:
 
 _chunked.defvjp(_chunked_fwd, _chunked_bwd)
 
-apply = jax.jit(_chunked, static_argnames="options")
+
+def _plain(inputs: Inputs, options: Options) -> DeltaRuleOutput:
+    return forward(inputs, options)[0]
+
+
+apply = compiler_partitioned(jax.jit(_chunked, static_argnames="options"))
+plain = compiler_partitioned(jax.jit(_plain, static_argnames="options"))
 
 
 # Helpers: chunk axes for lax.scan, one state per sequence or one per segment.

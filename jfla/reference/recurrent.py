@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from jfla._mesh import compiler_partitioned
 from jfla._types import DeltaRuleOutput, Inputs, Options
 from jfla.prepare import TokenInputs, prepare, without_padding
 
@@ -51,6 +52,7 @@ def scan(tokens: TokenInputs) -> tuple[Float[Array, "B T HV V"], Float[Array, "B
     return jnp.moveaxis(outputs, 0, 1), states
 
 
+@compiler_partitioned
 @functools.partial(jax.jit, static_argnames="options")
 def apply(inputs: Inputs, options: Options) -> DeltaRuleOutput:
     """Runs the definition on validated inputs: any float dtype, differentiable in every mode and to any order."""
