@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
@@ -65,7 +66,7 @@ class Aligned(NamedTuple):
 
 def align(segment_ids: Int[Array, "B T"], num_segments: int, chunk: int = CHUNK) -> Aligned:
     """Lays packed segments on chunk boundaries. The grid is static: ceil(T / chunk) + S chunks always suffice."""
-    batch, time = segment_ids.shape
+    time = segment_ids.shape[1]
     n_chunks = -(-time // chunk) + num_segments
     segments = jnp.arange(1, num_segments + 1)
     lengths = jnp.sum(segment_ids[:, :, None] == segments, axis=1)  # [B, S]
@@ -76,8 +77,7 @@ def align(segment_ids: Int[Array, "B T"], num_segments: int, chunk: int = CHUNK)
     own_shift = jnp.take_along_axis(shift, jnp.maximum(segment_ids - 1, 0), axis=1)
     valid = (segment_ids > 0) & (segment_ids <= num_segments)
     target = jnp.where(valid, jnp.arange(time) + own_shift, n_chunks * chunk)
-    rows = jnp.broadcast_to(jnp.arange(batch)[:, None], target.shape)
-    source = jnp.full((batch, n_chunks * chunk), time).at[rows, target].set(jnp.arange(time)[None], mode="drop")
+    source = jax.vmap(lambda row: jnp.full(n_chunks * chunk, time).at[row].set(jnp.arange(time), mode="drop"))(target)
     segment = jnp.sum(jnp.arange(n_chunks)[None, :, None] >= last_chunk[:, None], axis=-1)
     return Aligned(source, target, jnp.minimum(segment, num_segments - 1))
 
@@ -85,3 +85,19 @@ def align(segment_ids: Int[Array, "B T"], num_segments: int, chunk: int = CHUNK)
 def take_rows(x: Shaped[Array, "B T *rest"], index: Int[Array, "B T_new"]) -> Shaped[Array, "B T_new *rest"]:
     """x[b, index[b, t]], and 0 where the index is out of range."""
     return jnp.take_along_axis(x, index.reshape(index.shape + (1,) * (x.ndim - 2)), axis=1, mode="fill", fill_value=0)
+
+
+# A row of the batch reads and writes its own states. `states[rows, slot]` would say that a row may read any other one,
+# and a batch that lies on several devices would be gathered for it.
+
+
+def read_slot(states: Shaped[Array, "B S *state"], slot: Int[Array, " B"]) -> Shaped[Array, "B *state"]:
+    """states[b, slot[b]]."""
+    return jax.vmap(lambda states, slot: states[slot])(states, slot)
+
+
+def write_slot(
+    states: Shaped[Array, "B S *state"], slot: Int[Array, " B"], state: Shaped[Array, "B *state"]
+) -> Shaped[Array, "B S *state"]:
+    """states with states[b, slot[b]] = state[b]."""
+    return jax.vmap(lambda states, slot, state: states.at[slot].set(state))(states, slot, state)

@@ -174,21 +174,24 @@ def test_shard_map_over_value_heads_that_share_a_query():
     assert_close(run(x, cotangents), compiled(config, "recurrent")(x, ids, cotangents), 5e-6)
 
 
+@pytest.mark.parametrize("segments", [None, 3])
 @pytest.mark.parametrize(("op", "form"), [("gdn", "chunk"), ("kda", "recurrent")])
-def test_jit_of_sharded_arrays_needs_no_collective(op, form):
+def test_jit_of_sharded_arrays_needs_no_collective(op, form, segments):
     if jax.device_count() < 8:
         pytest.skip("needs 8 devices")
     mesh = jax.make_mesh((2, 4), ("b", "h"), axis_types=(AxisType.Auto,) * 2)
-    config = dataclasses.replace(CONFIG, op=op, gate=None)
+    config = dataclasses.replace(CONFIG, op=op, gate=None, segments=segments)
     x, ids, cotangents = make(config)
+    state = ("b", None, "h") if segments else ("b", "h")
 
     def place(arrays):
-        spec = {name: ("b", "h") if name.endswith("state") else ("b", None, "h") for name in arrays}
+        spec = {name: state if name.endswith("state") else ("b", None, "h") for name in arrays}
         return {name: jax.device_put(a, NamedSharding(mesh, PartitionSpec(*spec[name]))) for name, a in arrays.items()}
 
-    executable = compiled(config, form).lower(place(x), ids, place(cotangents)).compile()
+    placed = place(x), None if ids is None else jax.device_put(ids, NamedSharding(mesh, PartitionSpec("b")))
+    executable = compiled(config, form).lower(*placed, place(cotangents)).compile()
     assert not COLLECTIVES.findall(executable.as_text())
-    assert_close(executable(place(x), ids, place(cotangents)), compiled(config, "recurrent")(x, ids, cotangents), 5e-6)
+    assert_close(executable(*placed, place(cotangents)), compiled(config, "recurrent")(x, ids, cotangents), 5e-6)
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from jfla._mesh import compiler_partitioned
 from jfla._types import DeltaRuleOutput, Inputs, Options
 from jfla.decay import decayed_dot
 from jfla.gradients import Operands, chunk_gradients, operands
+from jfla.packing import read_slot, write_slot
 from jfla.prepare import ChunkInputs, from_chunks, prepare_chunks
 
 Pairs = Float[Array, "B HV N C C"]
@@ -186,10 +187,10 @@ def _slots_first(slot: Int[Array, "B N"] | None) -> Int[Array, "N B"] | None:
 
 
 def _read(states: Float[Array, "B S HV K V"], slot: Int[Array, " B"] | None) -> Float[Array, "B HV K V"]:
-    return states[:, 0] if slot is None else states[jnp.arange(slot.shape[0]), slot]
+    return states[:, 0] if slot is None else read_slot(states, slot)
 
 
 def _write(
     states: Float[Array, "B S HV K V"], slot: Int[Array, " B"] | None, state: Float[Array, "B HV K V"]
 ) -> Float[Array, "B S HV K V"]:
-    return state[:, None] if slot is None else states.at[jnp.arange(slot.shape[0]), slot].set(state)
+    return state[:, None] if slot is None else write_slot(states, slot, state)

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float
 
 from jfla._mesh import compiler_partitioned
 from jfla._types import DeltaRuleOutput, Inputs, Options
+from jfla.packing import read_slot, write_slot
 from jfla.prepare import TokenInputs, prepare, without_padding
 
 
@@ -37,15 +38,14 @@ def step(
 
 def scan(tokens: TokenInputs) -> tuple[Float[Array, "B T HV V"], Float[Array, "B S HV K V"]]:
     """The recurrence over time. `tokens.state` holds one state per slot; each token reads and writes its own slot."""
-    batch = jnp.arange(tokens.state.shape[0])
 
     def token(states, x):
         slot, *arrays = x
         if states.shape[1] == 1:  # no gather: on several devices the state would travel for it at every token
             state, output = step(states[:, 0], *arrays)
             return state[:, None], output
-        state, output = step(states[batch, slot], *arrays)
-        return states.at[batch, slot].set(state), output
+        state, output = step(read_slot(states, slot), *arrays)
+        return write_slot(states, slot, state), output
 
     by_time = [jnp.moveaxis(x, 1, 0) for x in (tokens.slot, tokens.q, tokens.k, tokens.v, tokens.g, tokens.beta)]
     states, outputs = lax.scan(token, tokens.state, tuple(by_time))
