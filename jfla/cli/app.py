@@ -24,6 +24,13 @@ class Implementation(enum.StrEnum):
     xla = "xla"
 
 
+class Readme(enum.StrEnum):
+    """What `jfla bench` does with the README."""
+
+    write = "write"
+    check = "check"
+
+
 @app.callback()
 def jfla() -> None:
     """Kimi Delta Attention and Gated DeltaNet for JAX."""
@@ -63,3 +70,33 @@ def demo(
     except KeyboardInterrupt:
         typer.echo("Stopped. The same command goes on from the last checkpoint.", err=True)
         raise typer.Exit(130) from None
+
+
+@app.command()
+def bench(
+    sets: Annotated[
+        list[str] | None, typer.Option("--set", help="paper on a GPU, quick elsewhere; or fla, ...")
+    ] = None,
+    ops: Annotated[list[str] | None, typer.Option("--op", help="kda, gdn; both when left out.")] = None,
+    passes: Annotated[list[str] | None, typer.Option("--pass", help="forward, backward, decode, ...; all.")] = None,
+    gates: Annotated[list[str] | None, typer.Option("--gate", help="strong, weak, mixed; strong.")] = None,
+    implementations: Annotated[
+        list[str] | None, typer.Option("--implementation", help="pallas, xla, scan, fla, ...; all that can run here.")
+    ] = None,
+    json: Annotated[pathlib.Path | None, typer.Option(help="Rows are added to this file as they come.")] = None,
+    plot: Annotated[pathlib.Path | None, typer.Option(help="Draw the times: .svg or .png.")] = None,
+    seconds: Annotated[float, typer.Option(min=0, help="Begin no case after that time.")] = float("inf"),
+    readme: Annotated[Readme | None, typer.Option(help="Measure nothing; write or check the README's block.")] = None,
+) -> None:
+    """Measure the ops and their peers on this machine: time, error, memory. Options can be given several times."""
+    from jfla.cli import bench as command
+
+    console = Console()
+    try:
+        if readme is not None:
+            command.readme(readme.value, console)
+        else:
+            chosen = (tuple(values or ()) for values in (sets, ops, passes, gates, implementations))
+            command.measure(command.Plan(*chosen, json=json, seconds=seconds), plot, console)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None

@@ -1,0 +1,93 @@
+"""Cases and their inputs: what is combined with what, and that the numbers are of the kind that is asked for."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jfla.bench import inputs
+from jfla.bench.cost import cost
+from jfla.bench.shapes import OPS, SETS, Case, Shape, cases
+
+TINY = Shape(2, 128, 1, 16, value_heads=2)
+
+
+def test_every_shape_has_a_name_of_its_own():
+    shapes = {shape for shapes in SETS.values() for shape in shapes}
+    assert len({str(shape) for shape in shapes}) == len(shapes)
+
+
+def test_the_named_sets_hold_what_they_are_named_for():
+    assert SETS["fla823"][0] == Shape(16, 256, 8, 256)
+    assert SETS["fla823"][-1] == Shape(16, 16384, 8, 256)
+    assert Shape(1, 8192, 16, value_heads=32) in SETS["paper"]
+    assert len(SETS["packed"]) == 3 * 2 * 3
+
+
+def test_backward_brings_what_it_is_the_difference_of():
+    timed = [case.timed for case in cases(["quick"], ["kda"], ["backward"], ["strong"])]
+    assert timed == ["forward", "forward+backward"]
+
+
+def test_decode_is_measured_once_for_shapes_that_differ_in_time():
+    decode = cases(["paper"], ["gdn"], ["decode"], ["strong"])
+    assert len(decode) == len(set(decode)) == 4
+    assert all(case.shape.time == 1 for case in decode)
+    assert cases(["packed"], ["gdn"], ["decode"], ["strong"]) == []
+
+
+@pytest.mark.parametrize(("op", "gate"), [("kda", "strong"), ("kda", "weak"), ("gdn", "mixed")])
+def test_inputs_are_unit_keys_bounded_decays_and_never_zeros(op: str, gate: str):
+    x = inputs.draw(Case(op, "forward+backward", TINY, gate), 0)
+    for name in ("q", "k"):
+        np.testing.assert_allclose(np.linalg.norm(x[name].astype(jnp.float32), axis=-1), 1, atol=1e-2)
+    assert x["q"].shape == (2, 128, 1, 16)
+    assert x["v"].shape == x["do"].shape == (2, 128, 2, 16)
+    assert x["g"].shape == ((2, 128, 2, 16) if op == "kda" else (2, 128, 2))
+    assert all(float(jnp.mean(a == 0)) < 0.01 for a in x.values())
+    lowest = float(x["g"].min())
+    assert -5 <= lowest < 0
+    assert (lowest > -0.5) == (gate == "weak")
+
+
+def test_one_channel_of_the_mixed_gate_is_slow():
+    g = inputs.draw(Case("kda", "forward", TINY, "mixed"), 0)["g"]
+    assert float(-g[..., 0].mean()) < 1e-2 < 0.1 < float(-g[..., 1:].mean())
+
+
+def test_seeds_give_other_numbers_and_the_same_seed_the_same():
+    case = Case("gdn", "forward", TINY)
+    first, again, other = (inputs.draw(case, seed)["v"] for seed in (0, 0, 1))
+    assert jnp.array_equal(first, again)
+    assert not jnp.array_equal(first, other)
+
+
+@pytest.mark.parametrize("packing", ["uniform", "random", "skewed"])
+def test_packed_lengths_are_positive_and_fill_the_time(packing: str):
+    for time, segments in ((4096, 10), (16384, 20), (20, 20)):
+        lengths = np.diff(inputs.cu_seqlens(packing, time, segments))
+        assert len(lengths) == segments
+        assert lengths.sum() == time
+        if time > segments:
+            assert lengths.min() > 0
+    ids = inputs.draw(Case("gdn", "forward", Shape(1, 64, 1, 16, packing=packing, segments=4)), 0)["segment_ids"]
+    assert sorted(set(np.asarray(ids[0]))) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_least_bytes_are_the_bytes_of_arguments_and_results(op: str):
+    x = inputs.draw(Case(op, "forward+backward", TINY), 0)
+    do = x.pop("do")
+    state = 2 * 2 * 16 * 16 * 4
+    assert cost(op, "forward", TINY).bytes == inputs.size(x) + x["v"].nbytes + state
+    assert cost(op, "backward", TINY).bytes == 2 * inputs.size(x) + do.nbytes
+    token = Shape(2, 1, 1, 16, value_heads=2)
+    x = inputs.draw(Case(op, "decode", token), 0)
+    assert cost(op, "decode", token).bytes == inputs.size(x) + x["v"].nbytes + state
+
+
+def test_operations_are_those_of_a_count_by_hand():
+    """One chunk of one head, C = 64, K = V = 128: see the list in cost.py."""
+    c, d = 64, 128
+    forward = 2 * (2 * c * c * d) + c**3 / 3 + 3 * (2 * c * d * d) + 2 * (2 * c * c * d)
+    assert cost("kda", "forward", Shape(1, 64, 1, d)).flops == pytest.approx(forward)
+    assert cost("gdn", "forward", Shape(2, 65, 3, d)).flops == pytest.approx(2 * 2 * 3 * forward)

@@ -1,0 +1,104 @@
+"""Timing, device time from a profile, and the errors beside every time."""
+
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.profiler import ProfileData
+
+from jfla import reference
+from jfla.bench import exact, inputs, measure, trace
+from jfla.bench.exact import Exact
+from jfla.bench.providers import jax_program
+from jfla.bench.shapes import Case, Shape
+
+RECURRENT = {"kda": reference.recurrent_kda, "gdn": reference.recurrent_gdn}  # quicker to compile than chunks
+GRADIENTS = ("dq", "dk", "dv", "dg", "dbeta")
+PROFILE = """
+planes {
+  name: "/device:GPU:0"
+  event_metadata { key: 1 value { id: 1 name: "kernel" } }
+  lines { id: 1 name: "Stream #7(Compute)" timestamp_ns: 1000
+    events { metadata_id: 1 offset_ps: 0 duration_ps: 3000000 }
+    events { metadata_id: 1 offset_ps: 5000000 duration_ps: 1000000 } }
+  lines { id: 2 name: "Stream #8(MemcpyD2D)" timestamp_ns: 1000
+    events { metadata_id: 1 offset_ps: 2000000 duration_ps: 2000000 } }
+  lines { id: 3 name: "XLA Modules" timestamp_ns: 1000
+    events { metadata_id: 1 offset_ps: 0 duration_ps: 99000000 } }
+}
+planes { name: "/host:CPU" lines { id: 1 name: "Stream of words" timestamp_ns: 0
+    events { metadata_id: 1 offset_ps: 0 duration_ps: 99000000 } } }
+"""
+
+
+def test_a_gpu_is_busy_while_any_of_its_streams_is():
+    """0 .. 3 and 2 .. 4 and 5 .. 6 microseconds; other lines and other planes do not count."""
+    assert trace.busy_seconds(ProfileData.from_text_proto(PROFILE)) == pytest.approx(5e-6)
+
+
+def test_a_profile_without_a_gpu_has_no_device_time():
+    assert trace.device_seconds(lambda: jax.block_until_ready(jnp.ones(3) + 1)) is None
+
+
+def test_times_are_those_of_the_calls():
+    calls = []
+
+    def call(x: float) -> None:
+        calls.append(x)
+        time.sleep(x)
+
+    timing = measure.timing(call, lambda _: None, [0.02, 0.02], repeats=3)
+    assert timing.method == "blocked"
+    assert timing.repeats == 3
+    assert 20 <= timing.low_ms <= timing.ms <= timing.high_ms < 1000
+    assert len(calls) == 4  # one of them warms up
+
+
+@pytest.mark.parametrize(("op", "timed"), [("gdn", "forward"), ("kda", "forward+backward"), ("kda", "decode")])
+def test_errors_are_roundings_of_the_right_call_and_more_of_a_wrong_one(op: str, timed: str):
+    """The output is linear in q: with 1.1 q, a tenth of it and of most gradients is wrong."""
+    case = Case(op, timed, Shape(2, 1 if timed == "decode" else 96, 2, 16, value_heads=4))
+    arrays, compare = inputs.draw(case, 0), Exact()
+    program = jax_program(RECURRENT[op], case)
+    right = compare.errors(case, arrays, program, program.first(program.load(arrays)))
+    both = timed == "forward+backward"
+    assert right.keys() == ({"output", *GRADIENTS} if both else {"output", "final_state"})
+    assert all(error < 4e-3 for error in right.values()), right
+    wrong = compare.errors(case, arrays, program, program(program.load(arrays | {"q": arrays["q"] * 1.1})))
+    for name in ("output", "dv", "dk") if both else ("output",):
+        assert wrong[name] == pytest.approx(0.1, rel=0.1)
+
+
+def test_packed_sequences_have_errors_too():
+    case = Case("kda", "forward+backward", Shape(1, 96, 2, 16, packing="skewed", segments=3))
+    found = _errors(case)
+    assert found.keys() == {"output", *GRADIENTS}
+    assert all(0 < error < 4e-3 for error in found.values()), found
+
+
+def test_of_long_sequences_only_the_outputs_beginning_is_compared(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(exact, "MAX_TIME", 64)
+    monkeypatch.setattr(exact, "PREFIX", 32)
+    case = Case("gdn", "forward+backward", Shape(1, 128, 1, 16))
+    found = _errors(case)
+    assert found.keys() == {"output"}
+    assert 0 < found["output"] < 4e-3
+
+
+def test_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch):
+    case = Case("kda", "forward+backward", Shape(1, 96, 1, 8))
+    arrays = inputs.draw(case, 0)
+    whole = exact._references(case, arrays)
+    monkeypatch.setattr(exact, "BLOCK", 32)
+    exact._run.clear_cache()
+    for name, x in exact._references(case, arrays).items():
+        np.testing.assert_allclose(x, whole[name], rtol=1e-12, atol=1e-14)
+    exact._run.clear_cache()
+
+
+def _errors(case: Case) -> dict[str, float]:
+    arrays = inputs.draw(case, 0)
+    program = jax_program(RECURRENT[case.op], case)
+    return Exact().errors(case, arrays, program, program.first(program.load(arrays)))

@@ -1,0 +1,145 @@
+"""A run from plan to JSON: rows, refusals, failures, what is kept and what is measured again."""
+
+import dataclasses
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+import jfla
+from jfla import reference
+from jfla.bench import ceilings, providers, results, runner, shapes
+from jfla.bench.ceilings import Ceilings
+from jfla.bench.measure import Timing
+from jfla.bench.programs import Program, Refused
+from jfla.bench.providers import Provider, jax_program
+from jfla.bench.results import Row
+from jfla.bench.runner import Plan
+from jfla.bench.shapes import Case, Shape
+
+TINY = Shape(1, 64, 1, 8)
+CEILINGS = Ceilings(2.0, 100.0)
+
+
+def _scan(case: Case) -> Program:
+    return jax_program(getattr(reference, f"recurrent_{case.op}"), case)
+
+
+def _refuses(case: Case) -> Program:
+    raise Refused("not on a Saturday")
+
+
+def _breaks(case: Case) -> Program:
+    raise MemoryError("RESOURCE_EXHAUSTED: out of everything\nand a second line")
+
+
+def _wrong(case: Case) -> Program:
+    raise TypeError("no such argument\nand a second line")
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch):
+    """One tiny shape, quick implementations, no time for ceilings."""
+    builds = {"scan": _scan, "refuses": _refuses, "breaks": _breaks, "wrong": _wrong}
+    monkeypatch.setattr(runner, "PROVIDERS", {name: Provider(build, ours=True) for name, build in builds.items()})
+    monkeypatch.setattr(providers, "PROVIDERS", runner.PROVIDERS)
+    monkeypatch.setitem(shapes.SETS, "quick", (TINY,))
+    monkeypatch.setattr(ceilings, "measured", lambda repeats: CEILINGS)
+
+
+def test_a_run_has_a_row_for_everything_and_keeps_it(tmp_path: pathlib.Path):
+    path = tmp_path / "results.json"
+    said: list[str] = []
+    plan = Plan(ops=("gdn",), passes=("backward",), json=path, repeats=2)
+    record = runner.run(plan, lambda done, total, text: said.append(f"{done}/{total} {text}"))
+    rows = {(row.implementation, row.timed): row for row in record.rows}
+    assert said[0] == "0/2 gdn forward, B1 T64 H1 D8, strong: scan"
+    for timed in ("forward", "forward+backward"):
+        row = rows["scan", timed]
+        assert row.ms > 0
+        assert row.low_ms <= row.ms <= row.high_ms
+        assert row.errors["output"] < 4e-3
+        assert row.compile_seconds > 0
+        assert row.peak_mib > 0
+        assert row.copy_fraction == pytest.approx(row.tb_per_s / 2)
+        assert rows["refuses", timed].refused == "not on a Saturday"
+        assert rows["breaks", timed].refused == "out of memory"
+        assert rows["wrong", timed].refused == "failed: TypeError: no such argument"
+    assert ("refuses", "backward") not in rows
+    written = results.read(path)
+    assert [row.key for row in written.rows] == [row.key for row in record.rows]
+    assert written.ceilings == CEILINGS
+    assert written.versions["jax"]
+
+    again = runner.run(dataclasses.replace(plan, passes=("forward",), implementations=("scan",)), lambda *_: None)
+    assert sorted(row.key for row in again.rows) == sorted(row.key for row in record.rows)
+
+
+def test_no_case_is_begun_after_its_time():
+    said: list[str] = []
+    record = runner.run(Plan(ops=("kda",), seconds=0.0), lambda done, total, text: said.append(text))
+    assert record.rows == []
+    assert said == ["stopped after 0 s, 3 cases left"]
+
+
+def test_rows_of_another_version_are_not_added_to(tmp_path: pathlib.Path):
+    path = tmp_path / "results.json"
+    results.started(CEILINGS, "abc", None).write(path)
+    assert results.started(CEILINGS, "abc", path).rows == []
+    with pytest.raises(ValueError, match="another commit: abc, now def"):
+        results.started(CEILINGS, "def", path)
+    path.write_text(json.dumps({"schema": 0}))
+    with pytest.raises(ValueError, match="schema 1, got 0"):
+        results.read(path)
+
+
+@pytest.mark.parametrize(("option", "value"), [("sets", "huge"), ("ops", "mamba"), ("gates", "iron")])
+def test_wrong_options_are_named(option: str, value: str):
+    with pytest.raises(ValueError, match=f"{option} must be among .*'{value}'"):
+        Plan(**{option: (value,)}).filled()
+
+
+def test_absent_peers_are_refused_by_name(monkeypatch: pytest.MonkeyPatch):
+    peer = Provider(_scan, ("a_package_that_is_not_there",))
+    monkeypatch.setitem(runner.PROVIDERS, "peer", peer)
+    assert "peer" not in Plan().filled().implementations
+    with pytest.raises(ValueError, match="peer cannot run here: no package a_package_that_is_not_there"):
+        Plan(implementations=("peer",)).filled()
+
+
+def test_the_backward_is_the_difference_and_noise_is_none():
+    case = Case("kda", "forward+backward", TINY)
+    timed = lambda name, *ms: results.timed_row(
+        dataclasses.replace(case, timed=name), "xla", Timing(*ms, "device", 7), CEILINGS
+    )
+    forward, both = timed("forward", 2.0, 1.9, 2.2, 2.5), timed("forward+backward", 5.0, 4.8, 5.1, 6.0)
+    both.errors = {"output": 1e-3, "dq": 2e-3}
+    row = results.backward_row(case, forward, both, CEILINGS)
+    assert (row.timed, row.ms, row.wall_ms, row.method) == ("backward", 3.0, 3.5, "device")
+    assert (row.low_ms, row.high_ms) == pytest.approx((2.6, 3.2))
+    assert row.errors == {"dq": 2e-3}
+    forward.method = "queued"  # then both are taken as wall times
+    assert results.backward_row(case, forward, both, CEILINGS).ms == 3.5
+    noise = results.backward_row(case, both, timed("forward+backward", 4.0, 4.0, 4.0, 4.0), CEILINGS)
+    assert noise.ms is None
+    assert "noise" in str(noise.refused)
+
+
+def test_a_row_that_was_refused_has_no_timing():
+    with pytest.raises(ValueError, match="no such thing"):
+        _ = Row("kda", "forward", str(TINY), "strong", "xla", refused="no such thing").timing
+
+
+def test_the_core_needs_jax_and_numpy_alone():
+    """What `python -m jfla.bench` imports, with everything else hidden, and its table."""
+    hidden = ("rich", "typer", "matplotlib", "beartype", "optax", "orbax", "grain", "flax")
+    code = (
+        f"import sys; sys.modules.update(dict.fromkeys({hidden})); "
+        "from jfla.bench import report, results, runner; from jfla.bench.ceilings import Ceilings; "
+        "report.show(results.started(Ceilings(1.0, 2.0), 'abc', None))"
+    )
+    folder = pathlib.Path(jfla.__file__).parents[1]
+    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True)
+    assert "copy 1 TB/s, matmul 2 TFLOP/s\nop  pass" in done.stdout
