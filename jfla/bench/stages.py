@@ -45,7 +45,7 @@ def ours(case: Case) -> Program:
         if reason := pallas.unsupported("chunk", inputs, options):
             raise Refused(reason)
         x = kernel_arrays(inputs, options)
-        carried, pairs = delta_rule.prepare(x, inputs, options)
+        carried, pairs = delta_rule.prepare(x, inputs, options)[:2]
         return carried, pairs, x.v, x.initial
 
     def run(x: tuple) -> Results:
