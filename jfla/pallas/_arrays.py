@@ -7,13 +7,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from jfla._types import CHUNK, Inputs, Options
-from jfla.gates import log_decay, write_strength
+from jfla.gates import Gate, log_decay, write_strength
 from jfla.packing import starts
-from jfla.pallas._gate import LOG2E, STRONGEST, GateKind, reset_rows, split_gate
+from jfla.pallas._gate import LOG2E, STRONGEST, gate_kind, reset_rows, split_gate
+from jfla.pallas._keys import KeyArrays, KeyOptions
 from jfla.pallas._tile import BF16, F32
+from jfla.pallas.chunk_gradients import Gradients
+from jfla.prepare import without_padding
 
-# A write strength of 0 becomes this, so that its gradient can be read off what was written; 1e-12 is nothing.
-_SMALLEST_BETA = 2.0**-40
+# A write strength of 0 becomes this, so that its gradient can be read off what was written: 1.5e-8 is nothing, and its
+# root, which scales rows and columns of the float16 inverse, is in float16's range.
+_SMALLEST_BETA = 2.0**-26
 
 
 class KernelArrays(NamedTuple):
@@ -67,17 +71,12 @@ def at_least_smallest(beta: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     return jnp.where(jnp.abs(beta) < _SMALLEST_BETA, _SMALLEST_BETA, beta)
 
 
-def token_chunks(x: Float[Array, "B T HV D"]) -> Float[Array, "B HV N C D"]:
-    batch, time, heads, dim = x.shape
-    return jnp.moveaxis(x.reshape(batch, time // CHUNK, CHUNK, heads, dim), 3, 1)
-
-
 def _match(keep: Bool[Array, "B T"], x: Array) -> Array:
     return keep.reshape(keep.shape + (1,) * (x.ndim - 2))
 
 
-def token_decays(x: KernelArrays, inputs: Inputs) -> tuple[Float[Array, "B HV N C"], Float[Array, "B HV N C"]]:
-    """GDN: the running sum of log2 decay in every chunk, and beta: too few bytes for a kernel of their own."""
+def token_arrays(x: KernelArrays, inputs: Inputs) -> tuple[Float[Array, "B HV N C"], Float[Array, "B HV N C"]]:
+    """GDN: log2 decay and beta of every token: too few bytes for the kernels to read them as the caller laid them."""
     time = inputs.q.shape[1]
     g = jnp.maximum(log_decay(x.g, inputs.gate)[..., 0].astype(F32) * LOG2E, STRONGEST)
     g = jnp.where(jnp.arange(g.shape[1])[None, :, None] < time, g, 0.0)
@@ -85,8 +84,43 @@ def token_decays(x: KernelArrays, inputs: Inputs) -> tuple[Float[Array, "B HV N 
         resets = x.resets[:, :, None]
         g = jnp.where(resets > 0, 0.0, jnp.maximum(g + resets, STRONGEST))
     chunks = lambda y: y.reshape(*y.shape[:2], -1, CHUNK)
-    return jnp.cumsum(chunks(g.swapaxes(1, 2)), axis=-1), chunks(x.beta)
+    return chunks(g.swapaxes(1, 2)), chunks(x.beta)
 
 
-def gate_arrays(inputs: Inputs) -> tuple[GateKind, jax.Array, jax.Array]:
-    return split_gate(inputs.gate, inputs.v.shape[2], inputs.g.shape[-1])
+def key_arrays(x: KernelArrays, inputs: Inputs) -> KeyArrays:
+    rates, bias = split_gate(inputs.gate, inputs.v.shape[2], inputs.g.shape[-1])
+    return KeyArrays(x.q, x.k, x.g, rates, bias, x.resets)
+
+
+def key_options(inputs: Inputs, options: Options) -> KeyOptions:
+    return KeyOptions(options.scale, options.qk_norm, inputs.q.shape[1], gate_kind(inputs.gate))
+
+
+def cotangents(inputs: Inputs, options: Options, grads: Gradients, dv: Array, d_initial: Array) -> Inputs:
+    """From what the kernels leave, per value head and in whole chunks, to the cotangents of the caller's arrays."""
+    batch, time, heads, key_dim = inputs.q.shape
+    differentiable = (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta)
+    # Under shard_map a kernel's result is not marked as varying over the mesh; what it is chosen with is.
+    varying = sum(jnp.ravel(x)[0].astype(F32) for x in differentiable)
+    marked = lambda x: jnp.where(True, x, varying.astype(x.dtype))
+    tokens = lambda x: without_padding(marked(x[:, :time]), inputs.segment_ids)
+    by_token = lambda x: tokens(x.reshape(*x.shape[:2], -1).swapaxes(1, 2))
+
+    def to_queries(x: Array) -> Array:
+        """Sums over the value heads of a group, in float32."""
+        x = tokens(x)
+        if x.shape[2] != heads:
+            x = jnp.sum(x.reshape(batch, time, heads, -1, key_dim), axis=3)
+        return x.astype(inputs.q.dtype)
+
+    def elementwise(g: Array, gate: Gate | None, beta: Array) -> tuple[Array, Array]:
+        g, beta = without_padding(g, inputs.segment_ids), without_padding(beta, inputs.segment_ids)
+        return log_decay(g, gate), write_strength(beta, options.beta_max)
+
+    (_, beta), adjoint = jax.vjp(elementwise, inputs.g, inputs.gate, inputs.beta)
+    dbeta = by_token(grads.written) / at_least_smallest(beta) ** 2
+    dg = tokens(grads.dg) if inputs.g.shape[-1] == key_dim else by_token(grads.dg)[..., None]
+    dg, dgate, dbeta = adjoint((dg, dbeta))
+    d_initial = None if inputs.initial_state is None else marked(d_initial[:, :, 0].mT)
+    dv = tokens(dv).astype(inputs.v.dtype)
+    return Inputs(to_queries(grads.dq), to_queries(grads.dk), dv, dg, dbeta, dgate, d_initial, None)

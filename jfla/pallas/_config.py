@@ -8,11 +8,11 @@ MULTIPROCESSORS = 132
 
 
 def prepare_kda_config(key_dim: int) -> prepare_kda.PrepareConfig:
-    return prepare_kda.PrepareConfig(teams=1)
+    return prepare_kda.PrepareConfig(teams=2, programs=MULTIPROCESSORS)
 
 
 def prepare_gdn_config(key_dim: int) -> prepare_gdn.PrepareConfig:
-    return prepare_gdn.PrepareConfig(teams=1)
+    return prepare_gdn.PrepareConfig(workers=4, programs=MULTIPROCESSORS)
 
 
 def scan_config(key_dim: int, value_dim: int, sequences: int) -> WalkConfig:

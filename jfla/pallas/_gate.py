@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jfla.gates import Gate, SigmoidGate, SoftplusGate
+from jfla.gates import Gate, SigmoidGate
 from jfla.pallas._tile import F32, per_row
 
 LOG2E = 1.4426950408889634
@@ -21,16 +21,17 @@ class GateKind(NamedTuple):
     lower_bound: float = 0.0
 
 
-def split_gate(gate: Gate | None, heads: int, gate_dim: int) -> tuple[GateKind, jax.Array, jax.Array]:
-    """(kind, rates [HV, 2], dt_bias [HV, G]): a_log and exp(a_log), capped where the decay is 0 anyway."""
+def gate_kind(gate: Gate | None) -> GateKind:
     if gate is None:
-        return GateKind(), jnp.zeros((heads, 2), F32), jnp.zeros((heads, gate_dim), F32)
-    a_log = jnp.zeros(heads, F32) if gate.a_log is None else gate.a_log.astype(F32)
-    bias = jnp.zeros((heads, gate_dim), F32) if gate.dt_bias is None else gate.dt_bias.astype(F32)
-    rates = jnp.stack([a_log, jnp.exp(jnp.minimum(a_log, 60.0))], axis=-1)
-    kind = GateKind("sigmoid", gate.lower_bound) if isinstance(gate, SigmoidGate) else GateKind("softplus")
-    assert isinstance(gate, (SigmoidGate, SoftplusGate))
-    return kind, rates, bias.reshape(heads, gate_dim)
+        return GateKind()
+    return GateKind("sigmoid", gate.lower_bound) if isinstance(gate, SigmoidGate) else GateKind("softplus")
+
+
+def split_gate(gate: Gate | None, heads: int, gate_dim: int) -> tuple[jax.Array, jax.Array]:
+    """(rates [HV, 2], dt_bias [HV, G]): a_log and exp(a_log), capped where the decay is 0 anyway."""
+    a_log = jnp.zeros(heads, F32) if gate is None or gate.a_log is None else gate.a_log.astype(F32)
+    bias = jnp.zeros((heads, gate_dim), F32) if gate is None or gate.dt_bias is None else gate.dt_bias.astype(F32)
+    return jnp.stack([a_log, jnp.exp(jnp.minimum(a_log, 60.0))], axis=-1), bias.reshape(heads, gate_dim)
 
 
 def log2_decay(kind: GateKind, x: jax.Array, rate: Any, bias: Any) -> jax.Array:

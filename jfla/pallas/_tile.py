@@ -67,13 +67,24 @@ def dot(acc: jax.Array, *pairs: tuple[Any, Any]) -> jax.Array:
     return pl.run_state(issue)(accumulator)
 
 
+def pair_decay(before: Any) -> jax.Array:
+    """[C, C]: the decay from token j to token i, from the running sum of log2 decay; 1 above the diagonal."""
+    # The barriers keep layout inference from searching through every pair of layouts of one buffer.
+    rows = lax.optimization_barrier(per_row(plgpu.load(before, layout=ROWS), CHUNK))
+    between = rows - lax.optimization_barrier(per_column(plgpu.load(before, layout=COLS), CHUNK))
+    return jnp.exp2(jnp.minimum(between, 0.0))
+
+
 def shift(x: jax.Array, bits: Any) -> jax.Array:
     return lax.shift_right_logical(x, jnp.broadcast_to(jnp.int32(bits), x.shape))
 
 
 def apart(level: Any) -> jax.Array:
-    """0 for two tokens of one block of 2^level, 1 for tokens of the two halves of a block of 2 * 2^level, else more."""
-    return shift(index(0) ^ index(1), level)
+    """0 for two tokens of one block of 2^level, 1 for tokens of the two halves of a block of 2 * 2^level, else more.
+
+    Shifted one by one: in a loop over levels the exclusive or of the two indices would be kept in 32 registers.
+    """
+    return shift(index(0), level) ^ shift(index(1), level)
 
 
 def below(level: Any) -> jax.Array:
@@ -102,3 +113,21 @@ def unit_lower_inverse(tile: Any) -> jax.Array:
     zero = zeros(CHUNK, CHUNK)
     x = jnp.where(index(0) == index(1), zero + 1.0, zero) - jnp.where(below(0), lower.astype(F32), zero)
     return lax.fori_loop(1, 6, double, x)
+
+
+def write_inverse(lower: jax.Array, tile: Any, beta: Any, out: Any) -> None:
+    """(I + diag(beta) L)^-1 diag(beta) of the strictly lower part of `lower` into a bf16 tile; `tile` is float16 scratch.
+
+    As t (I + s L t)^-1 s with s t = beta, so that a small beta makes small neither rows nor columns alone, and its
+    relative digits survive.
+    """
+    root = lambda layout: jnp.sqrt(jnp.abs(plgpu.load(beta, layout=layout)))
+    signed = lambda layout: jnp.where(plgpu.load(beta, layout=layout) < 0.0, -root(layout), root(layout))
+    # The barriers keep layout inference from searching through every pair of layouts of one buffer.
+    rows = lambda x: lax.optimization_barrier(per_row(x, CHUNK))
+    columns = lambda x: lax.optimization_barrier(per_column(x, CHUNK))
+    lower = lower * rows(signed(ROWS)) * columns(root(COLS))
+    tile[...] = jnp.where(index(1) < index(0), lower, zeros(CHUNK, CHUNK)).astype(F16)
+    inverse = unit_lower_inverse(tile) * rows(root(ROWS)) * columns(signed(COLS))
+    out[...] = inverse.astype(BF16)
+    plgpu.commit_smem()

@@ -1,6 +1,7 @@
 """THE dataflow of the kernels: forward and backward as lists of stage calls, and the one custom_vjp of this folder."""
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,47 +10,48 @@ from jaxtyping import Array
 
 from jfla._types import DeltaRuleOutput, Inputs, Options, State
 from jfla._types import Value as Values
-from jfla.gradients import chunk_gradients, operands
 from jfla.pallas import _config
 from jfla.pallas._arrays import (
     KernelArrays,
-    at_least_smallest,
-    gate_arrays,
+    cotangents,
     kernel_arrays,
     kernel_cotangent,
-    token_chunks,
-    token_decays,
+    key_arrays,
+    key_options,
+    token_arrays,
 )
 from jfla.pallas._launch import interpreted
 from jfla.pallas._operands import Operands, Pairs
-from jfla.pallas._tile import F32
-from jfla.pallas.prepare_gdn import TokenDecays, prepare_gdn
-from jfla.pallas.prepare_kda import PrepareArrays, prepare_kda
+from jfla.pallas._tile import BF16, F32
+from jfla.pallas.chunk_gradients import Ends, chunk_gradients
+from jfla.pallas.prepare_gdn import TokenArrays, prepare_gdn
+from jfla.pallas.prepare_kda import prepare_kda
 from jfla.pallas.scan import adjoint_scan, output_scan, state_scan
-from jfla.prepare import ChunkInputs, prepare_chunks
 
 
-def prepare(
-    x: KernelArrays, inputs: Inputs, options: Options, with_pairs: bool = True
-) -> tuple[Operands, Pairs | None]:
+class Prepared(NamedTuple):
+    """What the first kernel leaves: the pairs unless they are known; GDN's running sum of log2 decay."""
+
+    operands: Operands
+    pairs: Pairs | None
+    before: Array | None
+
+
+def prepare(x: KernelArrays, inputs: Inputs, options: Options, with_pairs: bool = True) -> Prepared:
     """Chunk by chunk: gate, norms, decayed dots, inverse. The one place where KDA and GDN part."""
-    static = {"scale": options.scale, "qk_norm": options.qk_norm}
-    key_dim = x.q.shape[-1]
+    key_dim, static = x.q.shape[-1], key_options(inputs, options)
     with jax.named_scope("jfla_prepare"):
         if x.g.shape[-1] == 1:
-            decays = TokenDecays(*token_decays(x, inputs))
-            return prepare_gdn(x.q, x.k, decays, config=_config.prepare_gdn_config(key_dim), **static)
-        kind, rates, bias = gate_arrays(inputs)
-        arrays = PrepareArrays(x.q, x.k, x.g, x.beta, rates, bias, x.resets)
-        time = inputs.q.shape[1]
-        return prepare_kda(
-            arrays, time, kind=kind, config=_config.prepare_kda_config(key_dim), with_pairs=with_pairs, **static
-        )
+            g, beta = token_arrays(x, inputs)
+            tokens = TokenArrays(g, beta if with_pairs else None)
+            return Prepared(*prepare_gdn(x.q, x.k, tokens, static, _config.prepare_gdn_config(key_dim)))
+        beta, config = x.beta if with_pairs else None, _config.prepare_kda_config(key_dim)
+        return Prepared(*prepare_kda(key_arrays(x, inputs), beta, x.v.shape[2], static, config), None)
 
 
 def forward(inputs: Inputs, options: Options) -> tuple[DeltaRuleOutput, Pairs]:
     x = kernel_arrays(inputs, options)
-    carried, pairs = prepare(x, inputs, options)
+    carried, pairs, _ = prepare(x, inputs, options)
     assert pairs is not None
     pairs = Pairs(*(checkpoint_name(a, name) for a, name in zip(pairs, ("jfla_a_qk", "jfla_inverse"))))
     batch, heads, _, value_dim, key_dim = x.initial.shape
@@ -61,19 +63,24 @@ def forward(inputs: Inputs, options: Options) -> tuple[DeltaRuleOutput, Pairs]:
 
 
 def backward(inputs: Inputs, options: Options, pairs: Pairs, d_output: Values, d_final: State | None) -> Inputs:
-    """Both scans by kernels; the gradients inside the chunks, which need neither order nor neighbours, by XLA."""
-    states, v_new, do, dends, dv, d_initial = scans(inputs, options, pairs, d_output, d_final)
-    with jax.named_scope("jfla_chunk_gradients"):
-        return gradients(inputs, options, states.mT, v_new, do, dends.mT, dv, d_initial[:, :, 0].mT)
-
-
-def scans(
-    inputs: Inputs, options: Options, pairs: Pairs, d_output: Values, d_final: State | None
-) -> tuple[Array, Array, Array, Array, Array, Array]:
-    """The states once more, their cotangents in reverse: S^T and v_new, do, dS^T, dv, dS^T before the first chunk."""
+    """The two scans, then the gradients of every chunk, then what was elementwise."""
     x = kernel_arrays(inputs, options)
+    prepared = prepare(x, inputs, options, with_pairs=False)
     do = kernel_cotangent(d_output, inputs)
-    carried, _ = prepare(x, inputs, options, with_pairs=False)
+    ends, d_initial = scans(x, prepared.operands, pairs, do, d_final)
+    with jax.named_scope("jfla_chunk_gradients"):
+        grads = chunk_gradients(
+            key_arrays(x, inputs),
+            prepared.before,
+            ends,
+            key_options(inputs, options),
+            out_dtype=inputs.q.dtype if inputs.q.dtype == BF16 and inputs.q.shape[2] == inputs.v.shape[2] else F32,
+        )
+    return cotangents(inputs, options, grads, ends.dv, d_initial)
+
+
+def scans(x: KernelArrays, carried: Operands, pairs: Pairs, do: Array, d_final: State | None) -> tuple[Ends, Array]:
+    """The states once more, their cotangents in reverse; and dS^T before the first chunk."""
     batch, heads, _, value_dim, key_dim = x.initial.shape
     config = _config.scan_config(key_dim, value_dim, batch * heads)
     d_last = jnp.zeros_like(x.initial) if d_final is None else d_final.mT[:, :, None]
@@ -81,32 +88,7 @@ def scans(
         states, v_new = state_scan(carried, pairs, x.v, x.initial, config)
     with jax.named_scope("jfla_adjoint_scan"):
         dends, dv, d_initial = adjoint_scan(carried, pairs, do, d_last, config)
-    return states, v_new, do, dends, dv, d_initial
-
-
-def gradients(
-    inputs: Inputs,
-    options: Options,
-    states: Array,
-    v_new: Array,
-    do: Array,
-    dends: Array,
-    dv: Array,
-    d_initial: Array,
-) -> Inputs:
-    """The cotangents of the caller's arrays from what the scans left."""
-
-    def prepared(differentiable: Inputs) -> ChunkInputs:
-        return prepare_chunks(differentiable._replace(segment_ids=inputs.segment_ids), options)
-
-    x, prepare_adjoint = jax.vjp(prepared, inputs._replace(segment_ids=None))
-    states, dends, v_new, do, dv = (y.astype(F32) for y in (states, dends, *map(token_chunks, (v_new, do, dv))))
-    beta = at_least_smallest(x.beta)[..., None]
-    d_a_qk = jnp.tril(do @ v_new.mT)
-    dq, dk, dv, dg, dbeta = chunk_gradients(x, operands(x), states, v_new, do, d_a_qk, dends, dv / beta)
-    # Under shard_map a kernel's result is not marked as varying over the mesh; what it is added to is.
-    d_state = 0 * x.state + d_initial[:, None]
-    return prepare_adjoint(ChunkInputs(dq, dk, dv, dg, dbeta, d_state, None))[0]
+    return Ends(states, dends, v_new, do, dv), d_initial
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))

@@ -1,168 +1,176 @@
-"""Kernel: everything about a chunk that needs no state, for GDN: norms, dots, decays, inverse. One chunk a team.
+"""Kernel: everything about a chunk that needs no state, for GDN: running sum, norms, dots, decays, inverse.
 
 One decay per pair of tokens multiplies an ordinary dot product, and a token's decay multiplies its row afterwards, so
-q and k are read as the caller passed them, here and by the scans. A team is two warpgroups: one for the rows of q, one
-for those of k.
+q and k are read as the caller passed them, here and by the scans. Every warpgroup takes chunks of its own until none
+are left.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfla._types import CHUNK
-from jfla.gates import NORM_EPSILON
+from jfla.pallas._keys import BLOCK, K, KeyOptions, Keys, Q
 from jfla.pallas._launch import launch
-from jfla.pallas._operands import Operands, Pairs, Place
+from jfla.pallas._operands import Operands, Pairs
 from jfla.pallas._tile import (
     BF16,
     COLS,
     F16,
     F32,
     ROWS,
-    WGMMA,
     dot,
     index,
+    pair_decay,
     per_column,
     per_row,
     tile_buffer,
     transposed,
-    unit_lower_inverse,
+    write_inverse,
     zeros,
 )
-
-BLOCK = 64
+from jfla.pallas._work import Work
 
 
 class PrepareConfig(NamedTuple):
-    """teams: chunks that one program works on, two warpgroups each."""
+    """workers: warpgroups of one program. programs: at most."""
 
-    teams: int = 1
+    workers: int
+    programs: int
 
 
-class TokenDecays(NamedTuple):
-    """Of every chunk, [B, HV, N, C] float32: the running sum of log2 decay, and beta."""
+class TokenArrays(NamedTuple):
+    """Of every chunk, [B, HV, N, C] float32: log2 decay, and beta, or None where the pairs are known."""
 
-    before: jax.Array
-    beta: jax.Array
+    g: Any
+    beta: Any
+
+
+class Worker(NamedTuple):
+    """The references of one warpgroup and its chunk."""
+
+    keys: Keys
+    lower: Any  # float16 tile, what is inverted
+    g: Any  # [C] each
+    before: Any
+    beta: Any
+    factors: Any  # [4, C]
+    loaded: Any
+
+    def at(self, n: int) -> Any:
+        return self.keys.place.chunk * 0 + n  # `dot` cannot close over a reference that a Python int indexed
+
+
+def load_chunk(w: Worker, q: Any, k: Any, tokens: TokenArrays) -> None:
+    keys, place = w.keys, w.keys.place
+    if keys.q is not None:
+        for b in range(keys.blocks):
+            keys.fetch(b, q, k, w.loaded)
+    for source, target in zip(tokens, (w.g, w.beta)):
+        if target is not None:
+            plgpu.copy_gmem_to_smem(place.tile(source), target, w.loaded)
+    plgpu.barrier_wait(w.loaded)
+
+
+def write_factors(w: Worker) -> None:
+    """What multiplies a token's row of q and k where they meet the state, and the decay of the whole chunk."""
+    keys = w.keys
+    columns = lax.optimization_barrier(per_column(plgpu.load(w.g, layout=COLS), CHUNK))
+    before = jnp.sum(jnp.where(index(1) <= index(0), columns, zeros(CHUNK, CHUNK)), axis=1)
+    w.before[...] = before
+    if keys.options.qk_norm:
+        for b in range(keys.blocks):
+            keys.measure(b)
+    plgpu.commit_smem()
+    last = plgpu.layout_cast(lax.broadcast_in_dim(w.before[CHUNK - 1], (CHUNK,), []), ROWS)
+    q_in, k_in, k_out = jnp.exp2(before) * keys.options.scale, jnp.exp2(before), jnp.exp2(last - before)
+    if keys.options.qk_norm:
+        norm = keys.factor(K)
+        q_in, k_in, k_out = q_in * keys.factor(Q), k_in * norm, k_out * norm
+    for i, factor in enumerate((q_in, k_in, k_out, jnp.exp2(last))):
+        w.factors.at[i][...] = factor
+
+
+def write_pairs(w: Worker, pairs: Pairs) -> None:
+    keys, place = w.keys, w.keys.place
+    blocks = [w.at(b) for b in range(keys.blocks)]
+
+    def dots(which: int) -> jax.Array:
+        rows = (keys.q, keys.k)[which]
+        x = dot(zeros(CHUNK, CHUNK), *[(rows.at[b], transposed(keys.k.at[b])) for b in blocks])
+        x = x * keys.scale(which)
+        if keys.options.qk_norm:
+            x = x * lax.optimization_barrier(per_row(keys.factor(which), CHUNK))
+            x = x * lax.optimization_barrier(per_column(keys.factor(K, COLS), CHUNK))
+        return x * pair_decay(w.before)
+
+    # What is stored takes the place of what the dots have read.
+    lower, a_tile, inverse = dots(K), keys.q.at[0], keys.k.at[0]
+    a_qk = jnp.where(index(1) <= index(0), dots(Q), zeros(CHUNK, CHUNK)).astype(BF16)
+    a_tile[...] = a_qk
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(a_tile, place.tile(pairs.a_qk))
+    write_inverse(lower, w.lower, w.beta, inverse)
+    plgpu.copy_smem_to_gmem(inverse, place.tile(pairs.inverse))
 
 
 def prepare_gdn(
-    q: jax.Array, k: jax.Array, x: TokenDecays, *, scale: float, qk_norm: bool, config: PrepareConfig
-) -> tuple[Operands, Pairs]:
-    """The factors of every row of q and k, and the pairs of every chunk."""
-    batch, _, _, key_dim = q.shape
-    value_heads, n_chunks = x.before.shape[1:3]
-    teams, blocks = config.teams, key_dim // BLOCK
+    q: jax.Array, k: jax.Array, tokens: TokenArrays, options: KeyOptions, config: PrepareConfig
+) -> tuple[Operands, Pairs | None, jax.Array]:
+    """The factors of every row of q and k; the pairs of every chunk; the running sum of log2 decay."""
+    batch, heads, n_chunks, _ = tokens.g.shape
+    key_dim, with_pairs = q.shape[-1], tokens.beta is not None
+    blocks, with_keys = key_dim // BLOCK, with_pairs or options.qk_norm
+    work = Work(batch, heads, n_chunks, workers=config.workers, programs=config.programs)
 
-    def kernel(q_g, k_g, before_g, beta_g, factors_o, a_o, inverse_o, scoped):
-        (q_s, k_s, tokens_s, factors_s, norms_s, a_s, inverse_s, lower_s), loaded, meet = scoped
+    def kernel(*refs: Any) -> None:
+        q_g, k_g, g_g, *refs = refs
+        beta_g = refs.pop(0) if with_pairs else None
+        zero_g, factors_o, before_o, *pair_o, (buffers, loaded) = refs
         wg = lax.axis_index("wg")
-        team, me = lax.div(wg, jnp.int32(2)), lax.rem(wg, jnp.int32(2))
-        chunk = lax.axis_index("group") * teams + team
-        place = Place(lax.axis_index("sequence"), lax.axis_index("head"), chunk)
-        q_s, k_s, tokens_s, factors_s, norms_s, a_s, inverse_s, lower_s = (
-            ref.at[team] for ref in (q_s, k_s, tokens_s, factors_s, norms_s, a_s, inverse_s, lower_s)
-        )
-        rows = lambda ref: plgpu.load(ref, layout=ROWS)
-        columns = lambda ref: plgpu.load(ref, layout=COLS)
 
-        def load_all():
-            for source, target in ((q_g, q_s), (k_g, k_s)):
-                plgpu.copy_gmem_to_smem(place.rows(source, value_heads), target, loaded.at[team])
-            for i, source in enumerate((before_g, beta_g)):
-                plgpu.copy_gmem_to_smem(place.tile(source), tokens_s.at[i], loaded.at[team])
+        def chunk(place: Any, me: Any) -> None:
+            mine = [None if buffer is None else buffer.at[me] for buffer in buffers]
+            q_s, k_s, norms_s, lower_s, *vectors = mine
+            w = Worker(Keys(options, place, heads, blocks, q_s, k_s, norms_s), lower_s, *vectors, loaded.at[wg])
+            load_chunk(w, q_g, k_g, TokenArrays(g_g, beta_g))
+            write_factors(w)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(w.factors, place.tile(factors_o))
+            plgpu.copy_smem_to_gmem(w.before, place.tile(before_o))
+            if with_pairs:
+                write_pairs(w, Pairs(*pair_o))
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-        def norm(tile, i):
-            """1 / |row| of a tile, left where both warpgroups find it."""
-            total = zeros(CHUNK, BLOCK)
-            for b in range(blocks):
-                y = plgpu.load(tile.at[:, pl.ds(b * BLOCK, BLOCK)], layout=WGMMA).astype(F32)
-                total = total + y * y
-            norms_s.at[i][...] = lax.rsqrt(jnp.sum(total, axis=1) + NORM_EPSILON)
-
-        def pairs(tile):
-            """decay_ij rows_i k_j, on and below the diagonal."""
-            # The barriers keep layout inference from searching through every pair of layouts of one buffer.
-            row_sums = lax.optimization_barrier(per_row(rows(tokens_s.at[0]), CHUNK))
-            between = row_sums - lax.optimization_barrier(per_column(columns(tokens_s.at[0]), CHUNK))
-            dots = dot(zeros(CHUNK, CHUNK), (tile, transposed(k_s)))
-            if qk_norm:
-                dots = dots * per_column(columns(norms_s.at[1]), CHUNK)
-            # Above the diagonal the exponent is positive, and what it gives is dropped.
-            return jnp.where(index(1) <= index(0), dots * jnp.exp2(jnp.minimum(between, 0.0)), zeros(CHUNK, CHUNK))
-
-        def factors():
-            before = rows(tokens_s.at[0])
-            last = plgpu.layout_cast(lax.broadcast_in_dim(tokens_s[0, CHUNK - 1], (CHUNK,), []), ROWS)
-            e_in, e_out = jnp.exp2(before), jnp.exp2(last - before)
-            q_in, k_in, k_out = e_in * scale, e_in, e_out
-            if qk_norm:
-                k_norm = rows(norms_s.at[1])
-                q_in, k_in, k_out = q_in * rows(norms_s.at[0]), k_in * k_norm, k_out * k_norm
-            for i, factor in enumerate((q_in, k_in, k_out, jnp.exp2(last))):
-                factors_s.at[i][...] = factor
-
-        @pl.when(chunk < n_chunks)
-        def _():
-            pl.when(me == 0)(load_all)
-            plgpu.barrier_wait(loaded.at[team])
-            if qk_norm:
-                pl.when(me == 0)(lambda: norm(q_s, 0))
-                pl.when(me == 1)(lambda: norm(k_s, 1))
-                plgpu.barrier_arrive(meet.at[team])
-                plgpu.barrier_wait(meet.at[team])
-
-            @pl.when(me == 0)
-            def _queries():
-                a = pairs(q_s) * scale
-                if qk_norm:
-                    a = a * per_row(rows(norms_s.at[0]), CHUNK)
-                a_s[...] = a.astype(BF16)
-                factors()
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(a_s, place.tile(a_o))
-                plgpu.copy_smem_to_gmem(factors_s, place.tile(factors_o))
-
-            @pl.when(me == 1)
-            def _keys():
-                lower = pairs(k_s) * per_row(rows(tokens_s.at[1]), CHUNK)
-                if qk_norm:
-                    lower = lower * per_row(rows(norms_s.at[1]), CHUNK)
-                lower_s[...] = jnp.where(index(1) < index(0), lower, zeros(CHUNK, CHUNK)).astype(F16)
-                inverse = unit_lower_inverse(lower_s) * per_column(columns(tokens_s.at[1]), CHUNK)
-                inverse_s[...] = inverse.astype(BF16)
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(inverse_s, place.tile(inverse_o))
-
-            plgpu.wait_smem_to_gmem(0)
+        work.each_chunk(chunk, wg, zero_g)
+        plgpu.wait_smem_to_gmem(0)
 
     shape = jax.ShapeDtypeStruct
-    lead = (batch, value_heads, n_chunks)
-    square = shape((*lead, CHUNK, CHUNK), BF16)
-    decay, a_qk, inverse = launch(
+    lead = (batch, heads, n_chunks)
+    square, per_token = shape((*lead, CHUNK, CHUNK), BF16), shape((*lead, CHUNK), F32)
+    tiles = lambda *shape, dtype=BF16: tile_buffer(config.workers, *shape, CHUNK, BLOCK, dtype=dtype)
+    vector = lambda *shape: plgpu.SMEM((config.workers, *shape, CHUNK), F32)
+    sources = (q, k, tokens.g, tokens.beta, jnp.zeros(1, jnp.int32))
+    decay, before, *pairs = launch(
         kernel,
-        (q, k, *x),
-        out_type=(shape((*lead, 4, CHUNK), F32), square, square),
-        grid={"group": -(-n_chunks // teams), "head": value_heads, "sequence": batch},
-        warpgroups=2 * teams,
+        tuple(a for a in sources if a is not None),
+        out_type=(shape((*lead, 4, CHUNK), F32), per_token, *((square, square) if with_pairs else ())),
+        grid={"program": work.used},
+        warpgroups=config.workers,
         buffers=(
-            tile_buffer(teams, CHUNK, key_dim),
-            tile_buffer(teams, CHUNK, key_dim),
-            plgpu.SMEM((teams, 2, CHUNK), F32),
-            plgpu.SMEM((teams, 4, CHUNK), F32),
-            plgpu.SMEM((teams, 2, CHUNK), F32),
-            tile_buffer(teams, CHUNK, CHUNK),
-            tile_buffer(teams, CHUNK, CHUNK),
-            tile_buffer(teams, CHUNK, CHUNK, dtype=F16),
+            tiles(blocks) if with_keys else None,
+            tiles(blocks) if with_keys else None,
+            vector(2, blocks),
+            tiles(dtype=F16) if with_pairs else None,
+            vector(),
+            vector(),
+            vector() if with_pairs else None,
+            vector(4),
         ),
-        barriers=(
-            plgpu.Barrier(num_arrivals=4, num_barriers=teams),
-            plgpu.Barrier(num_arrivals=2, num_barriers=teams),
-        ),
+        barriers=(plgpu.Barrier(num_arrivals=1 + with_pairs + 2 * blocks * with_keys, num_barriers=config.workers),),
         name="jfla_prepare_gdn",
     )
-    return Operands(q, k, k, decay), Pairs(a_qk, inverse)
+    return Operands(q, k, k, decay), (Pairs(*pairs) if with_pairs else None), before

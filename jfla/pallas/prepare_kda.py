@@ -1,321 +1,296 @@
 """Kernel: everything about a chunk that needs no state, for KDA: gate, decayed dots, inverse, operands.
 
-Every exponent is a sum of decays over a stretch of tokens, taken on the tensor cores as (matrix of ones) @ g with g in
-two bf16 parts: nothing is ever subtracted, so no gate is too strong. The decayed dots go by halving: a square between
-two blocks of s tokens decays through their boundary, and both factors are <= 1. The four diagonal blocks of 16 tokens
-decay from their own first row (one factor > 1: the fast form) where the chunk's gates allow, else by halving down to 1.
+The decayed dots decay from the chunk's start, which takes one factor > 1, in the rows where the chunk's gates allow it;
+what a row becomes depends on no later token. In the other rows they go by halving: a square between two blocks of s tokens
+decays through their boundary, and both factors are <= 1, for s = 32, 16 .. 1, and last a token with itself.
 
-A team is two warpgroups: each makes the operands of every other 64 key channels; then one multiplies the rows of q, the
-other those of k.
+Every program takes chunks until none are left, several at a time. Two warpgroups share a chunk: each makes the operands
+of 64 key channels; then one multiplies the rows of q, the other those of k.
 """
 
-import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfla._types import CHUNK
-from jfla.gates import NORM_EPSILON
-from jfla.pallas._gate import GateKind, log2_decay, with_resets
+from jfla.pallas import _patterns
+from jfla.pallas._keys import BLOCK, K, KeyArrays, KeyOptions, Keys, Q
 from jfla.pallas._launch import launch
 from jfla.pallas._operands import Operands, Pairs, Place
+from jfla.pallas._patterns import FAST_RANGE
 from jfla.pallas._tile import (
     BF16,
     COLS,
     F16,
     F32,
     ROWS,
-    WGMMA,
     apart,
-    below,
     dot,
     index,
-    per_column,
     per_row,
     shift,
     tile_buffer,
     transposed,
-    unit_lower_inverse,
+    write_inverse,
     zeros,
 )
+from jfla.pallas._work import Work
 
-BLOCK = 64  # key channels per tile
-FAST_RANGE = 115.0  # the fast form's exponents (log2) stay below 2^115: finite in float32 and bfloat16 with room for k
+START = (_patterns.BEFORE, _patterns.AFTER)
+HALVING = (*map(_patterns.stretch, reversed(range(6))), np.zeros((CHUNK, CHUNK), bool))
 
 
 class PrepareConfig(NamedTuple):
-    """teams: chunks that one program works on, two warpgroups each."""
+    """teams: chunks that one program works on at a time, two warpgroups each. programs: at most."""
 
-    teams: int = 1
+    teams: int
+    programs: int
 
 
 class PrepareArrays(NamedTuple):
-    """What the kernel reads. `rates` [HV, 2], `bias` [HV, K] belong to the gate; `resets` [B, T] to packing."""
+    """What the kernel reads: beta [B, HV, T], or None where the pairs are known; patterns for START and HALVING."""
 
-    q: jax.Array  # [B, T, H, K]
-    k: jax.Array
-    g: jax.Array  # [B, T, HV, K], raw when there is a gate
-    beta: jax.Array  # [B, HV, T] float32
-    rates: jax.Array
-    bias: jax.Array
-    resets: jax.Array | None
+    keys: KeyArrays
+    beta: Any
+    starts: Any
+    halving: Any
 
 
-def stretch(level: jax.Array) -> jax.Array:
-    """Which g a token sums on its way to the boundary of its block of 2^level: later halves back, earlier ones on."""
-    row, column = index(0), index(1)
-    back = jnp.where(column <= row, 1, 0)
-    return (apart(level) == 0) & (back == (shift(row, level) & 1))
+class Team(NamedTuple):
+    """The references of one warpgroup and its chunk. Tiles are [C, 64], one per block of 64 channels."""
+
+    me: Any
+    keys: Keys
+    arrays: PrepareArrays
+    rows: Any  # [2, blocks]: the tiles of q, and those of k
+    g: Any  # float16
+    back: Any  # k decayed backwards, to the chunk's start
+    k_out: Any
+    a_qk: Any  # one tile
+    lower: Any  # one float16 tile: a pattern of HALVING, then what is inverted
+    starts: Any  # the patterns of START
+    bias: Any
+    resets: Any
+    beta: Any
+    flags: Any  # [blocks, C]
+    decay: Any  # [blocks, 64]
+    loaded: Any
+    met: Any
+    window: Any
+
+    def all(self, tiles: Any) -> list[Any]:
+        """Every block's tile; traced numbers, because `dot` cannot close over a reference that a Python int indexed."""
+        return [tiles.at[self.me * 0 + b] for b in range(self.keys.blocks)]
+
+    def meet(self) -> None:
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(self.met)
+        plgpu.barrier_wait(self.met)
+
+    def channels(self, body: Callable[[], None], otherwise: Callable[[], None] = lambda: None) -> None:
+        """Runs `body` in the warpgroups that have channels."""
+        if self.keys.blocks == 2:
+            body()
+        else:
+            lax.cond(self.me == 0, body, otherwise)
 
 
-def from_first_row(level: jax.Array) -> jax.Array:
-    """Which g a token sums back to the first row of its block of 2^level; none at level 0."""
-    column = index(1)
-    return (apart(level) == 0) & (column <= index(0)) & ((column & ((1 << level) - 1)) != 0)
+def operands(t: Team, out: Operands, pairs: bool) -> None:
+    """q_in, k_in, k_out and the chunk's decay of this warpgroup's channels; and k_back for `pairs`."""
+    b, keys = t.me, t.keys
+    columns = pl.ds(b * BLOCK, BLOCK)
+    sums = lambda pattern: dot(zeros(CHUNK, BLOCK), (pattern, t.g.at[b]))
+    k = keys.read(K, b)
+    t.k_out.at[b][...] = (k * jnp.exp2(sums(t.starts.at[b * 0 + 1]))).astype(BF16)
+    before = sums(t.starts.at[b * 0])
+    if pairs:
+        t.flags.at[b][...] = jnp.min(before, axis=1)
+        t.back.at[b][...] = (keys.read(K, b) * jnp.exp2(jnp.minimum(-before, FAST_RANGE))).astype(BF16)
+    e = jnp.exp2(before)
+    keys.k.at[b][...] = (keys.read(K, b) * e).astype(BF16)
+    keys.q.at[b][...] = (keys.read(Q, b) * e).astype(BF16)
+    # Column 0 of BEFORE is all ones: the sums of all tokens, channels as rows, so that no warp needs another.
+    total = dot(zeros(BLOCK, CHUNK), (transposed(t.g.at[b]), t.starts.at[b * 0]))
+    t.decay.at[b][...] = jnp.exp2(jnp.sum(jnp.where(index(1) == 0, total, zeros(BLOCK, CHUNK)), axis=1))
+    plgpu.commit_smem()
+    for source, target in zip((keys.q, keys.k, t.k_out), out[:3]):
+        plgpu.copy_smem_to_gmem(source.at[b], keys.place.tile(target).at[:, columns])
+    plgpu.copy_smem_to_gmem(t.decay.at[b], keys.place.tile(out.decay).at[columns])
+
+
+def dots(t: Team) -> jax.Array:
+    """[C, C]: q_i . k_j (this is the first warpgroup) or k_i . k_j with the decay from j to i, for j <= i."""
+    zero = zeros(CHUNK, CHUNK)
+
+    rows = t.all(t.rows.at[t.me])
+    rows_with = lambda columns: dot(zero, *[(a, transposed(b)) for a, b in zip(rows, t.all(columns))])
+    x = jnp.where(index(1) <= index(0), rows_with(t.back), zero)
+    lowest = [plgpu.load(flags, layout=COLS) for flags in t.all(t.flags)]
+    exact = jnp.min(lowest[0] if len(lowest) == 1 else jnp.minimum(*lowest)) <= -FAST_RANGE
+    return lax.fori_loop(0, jnp.where(exact, len(HALVING), 0), lambda i, x: halve(t, i, x, rows_with), x)
+
+
+def halve(t: Team, i: Any, x: jax.Array, rows_with: Callable[[Any], jax.Array]) -> jax.Array:
+    """Replaces the squares of level 5 - i, and last the diagonal, in the rows that the gates are too strong for."""
+    keys = t.keys
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    t.meet()  # nobody reads the tiles and the pattern any more
+    pl.when(t.me == 1)(lambda: plgpu.copy_gmem_to_smem(t.arrays.halving.at[i], t.lower, t.window))
+    plgpu.barrier_wait(t.window)
+
+    @t.channels
+    def _():
+        b = t.me
+        e = jnp.exp2(dot(zeros(CHUNK, BLOCK), (t.lower, t.g.at[b])))
+        for which, tile, source in ((Q, keys.q, t.arrays.keys.q), (K, keys.k, t.arrays.keys.k)):
+            tile.at[b][...] = (keys.reread(which, source, b) * e).astype(BF16)
+
+    t.meet()
+    new = rows_with(keys.k)
+    level, differ = jnp.maximum(5 - i, 0), jnp.where(i < 6, 1, 0)
+    late = shift(index(0), level) & differ
+    square = (apart(level) == differ) & (late == differ)
+    lowest = [plgpu.load(flags, layout=ROWS) for flags in t.all(t.flags)]
+    lowest = lowest[0] if len(lowest) == 1 else jnp.minimum(*lowest)
+    return jnp.where(square & (per_row(lowest, CHUNK) <= -FAST_RANGE), new, x)
+
+
+def load_chunk(t: Team) -> None:
+    """This warpgroup's channels of q, k and g, the last as decay; one warpgroup also brings beta, for itself."""
+    keys, b = t.keys, t.me
+    tokens = pl.ds(pl.multiple_of(keys.place.chunk * CHUNK, CHUNK), CHUNK)
+    if t.beta is not None:
+        beta = t.arrays.beta.at[keys.place.batch, keys.place.head, tokens]
+        pl.when(b == 1)(lambda: plgpu.copy_gmem_to_smem(beta, t.beta, t.loaded))
+    if t.resets is not None:
+        resets = t.arrays.keys.resets.at[keys.place.batch, tokens]
+        pl.when(b == 0)(lambda: plgpu.copy_gmem_to_smem(resets, t.resets, t.loaded))
+
+    def channels() -> None:
+        keys.fetch(b, t.arrays.keys.q, t.arrays.keys.k, t.loaded)
+        if t.bias is not None:
+            bias = t.arrays.keys.bias.at[keys.place.head, pl.ds(b * BLOCK, BLOCK)]
+            plgpu.copy_gmem_to_smem(bias, t.bias.at[b], t.loaded)
+        raw = keys.raw_gate(t.arrays.keys, b)
+        plgpu.barrier_wait(t.loaded)
+        t.g.at[b][...] = keys.gate(raw, t.arrays.keys, None if t.bias is None else t.bias.at[b], t.resets)
+        if keys.options.qk_norm:
+            keys.measure(b)
+
+    t.channels(channels, otherwise=lambda: plgpu.barrier_wait(t.loaded))
+
+
+def prepare_chunk(t: Team, out: Operands, pairs: Pairs | None) -> None:
+    """The first warpgroup is done before the second, and goes on to the next chunk while the second inverts."""
+    keys = t.keys
+    load_chunk(t)
+    if keys.options.qk_norm and keys.blocks > 1:
+        t.meet()
+    else:
+        plgpu.commit_smem()
+    t.channels(lambda: operands(t, out, pairs is not None))
+    if pairs is None:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        return
+    t.meet()
+    x = dots(t)
+    t.meet()  # from here on nobody reads a tile of the other
+
+    @pl.when(t.me == 0)
+    def _queries():
+        t.a_qk[...] = x.astype(BF16)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(t.a_qk, keys.place.tile(pairs.a_qk))
+
+    @pl.when(t.me == 1)
+    def _keys():
+        tile = t.back.at[1]  # its own, or nobody's
+        write_inverse(x, t.lower, t.beta, tile)
+        plgpu.copy_smem_to_gmem(tile, keys.place.tile(pairs.inverse))
+
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def prepare_kda(
-    x: PrepareArrays,
-    time: int,
-    *,
-    scale: float,
-    qk_norm: bool,
-    kind: GateKind,
-    config: PrepareConfig,
-    with_pairs: bool = True,
+    x: KeyArrays, beta: jax.Array | None, heads: int, options: KeyOptions, config: PrepareConfig
 ) -> tuple[Operands, Pairs | None]:
-    """The operands of every chunk, and its pairs unless the caller has them. Tokens from `time` on are padding."""
+    """The operands of every chunk, and its pairs unless the caller has them: beta [B, HV, T], or None."""
     batch, padded, _, key_dim = x.q.shape
-    value_heads, n_chunks, blocks = x.g.shape[2], padded // CHUNK, key_dim // BLOCK
-    teams = config.teams
-    packed = x.resets is not None
+    n_chunks, blocks, teams = padded // CHUNK, key_dim // BLOCK, config.teams
+    work = Work(batch, heads, n_chunks, workers=teams, programs=config.programs)
+    packed, given, with_pairs = x.resets is not None, options.kind.name == "given", beta is not None
+    sources = [x.q, x.k, x.g, x.rates, x.bias, _patterns.stack(F16, *START), _patterns.stack(F16, *HALVING)]
+    sources += [jnp.zeros(1, jnp.int32)]
+    sources += [a for a in (beta, x.resets) if a is not None]
 
-    def kernel(*refs):
-        q_g, k_g, g_g, beta_g, rates_g, bias_g, *refs = refs
-        resets_g: Any = refs.pop(0) if packed else None
-        q_o, k_in_o, k_out_o, decay_o, *pair_o, scoped = refs
-        buffers, loaded, meet = scoped
+    def kernel(*refs: Any) -> None:
+        q_g, k_g, g_g, rates_g, bias_g, starts_g, halving_g, zero_g, *refs = refs
+        beta_g = refs.pop(0) if with_pairs else None
+        resets_g = refs.pop(0) if packed else None
+        *outs, (buffers, loaded, met, window, ready) = refs
+        out, pairs = Operands(*outs[:4]), Pairs(*outs[4:]) if with_pairs else None
+        starts_s, *buffers = buffers
         wg = lax.axis_index("wg")
         team, me = lax.div(wg, jnp.int32(2)), lax.rem(wg, jnp.int32(2))
-        chunk = lax.axis_index("group") * teams + team
-        place = Place(lax.axis_index("sequence"), lax.axis_index("head"), chunk)
-        q_s, k_s, high_s, low_s, pair_s, a_s, lower_s, bias_s, rows_s, norm_s, flag_s, window_s = (
-            b.at[team] for b in buffers
-        )
-        window_s = window_s.at[me]
-        # A reference indexed by a Python int cannot be closed over by the accumulators of `dot`.
-        numbers, zero_index, one_index = [wg * 0 + b for b in range(blocks)], wg * 0, wg * 0 + 1
+        arrays = PrepareArrays(KeyArrays(q_g, k_g, g_g, rates_g, bias_g, resets_g), beta_g, starts_g, halving_g)
 
-        def meet_other():
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(meet.at[team])
-            plgpu.barrier_wait(meet.at[team])
-
-        def each_block(body):
-            """My key channels: every other block of 64."""
-            for block in range(0, blocks, 2):
-                if block + 1 < blocks:
-                    body(me + block)
-                else:
-                    pl.when(me == 0)(lambda block=block: body(me + block))
-
-        def load_all():
-            def block_in(b):
-                columns = pl.ds(b * BLOCK, BLOCK)
-                for source, target in ((q_g, q_s), (k_g, k_s)):
-                    plgpu.copy_gmem_to_smem(place.rows(source, value_heads, columns), target.at[b], loaded.at[team])
-                plgpu.copy_gmem_to_smem(bias_g.at[place.head, columns], bias_s.at[b], loaded.at[team])
-
-            each_block(block_in)
-            tokens = pl.ds(chunk * CHUNK, CHUNK)
-
-            @pl.when(me == 0)
-            def _():
-                plgpu.copy_gmem_to_smem(beta_g.at[place.batch, place.head, tokens], rows_s.at[0], loaded.at[team])
-                if packed:
-                    plgpu.copy_gmem_to_smem(resets_g.at[place.batch, tokens], rows_s.at[1], loaded.at[team])
-
-            plgpu.barrier_wait(loaded.at[team])
-
-        def gate_in(b):
-            """g of a block as log2 decay, in two bf16 parts."""
-            columns = pl.ds(b * BLOCK, BLOCK)
-            g = plgpu.load(place.rows(g_g, value_heads, columns), layout=WGMMA, optimized=False).astype(F32)
-            bias = per_column(plgpu.load(bias_s.at[b], layout=COLS), CHUNK) if kind.name != "given" else None
-            g = log2_decay(kind, g, (rates_g[place.head, 0], rates_g[place.head, 1]), bias)
-            if kind.name != "given" and time != padded:
-                g = jnp.where(index(0) + chunk * CHUNK < time, g, zeros(CHUNK, BLOCK))
-            if packed:
-                g = with_resets(g, plgpu.load(rows_s.at[1], layout=ROWS))
-            high = g.astype(BF16)
-            high_s.at[b][...] = high
-            low_s.at[b][...] = (g - high.astype(F32)).astype(BF16)
-            if qk_norm:
-                for i, source in enumerate((q_s, k_s)):
-                    y = plgpu.load(source.at[b], layout=WGMMA).astype(F32)
-                    norm_s.at[i, b][...] = jnp.sum(y * y, axis=1)
-
-        def factor(i):
-            """What multiplies each row of q (0) or k (1) under qk_norm: 1 / norm, and for q the scale."""
-            total = sum(plgpu.load(norm_s.at[i, b], layout=ROWS) for b in range(blocks))
-            return lax.rsqrt(total + NORM_EPSILON) * (scale if i == 0 else 1.0)
-
-        def load(i, b):
-            y = plgpu.load((q_s, k_s)[i].at[b], layout=WGMMA).astype(F32)
-            if qk_norm:
-                return y * per_row(factor(i), BLOCK)
-            return y * scale if i == 0 else y
-
-        def sum_over(mask):
-            """Sets which g a token sums. In shared memory: as a left operand in registers, a pattern that is known at
-            compile time is put there too late for the tensor cores, and part of it is missing."""
-            window_s[...] = jnp.where(mask, zeros(CHUNK, CHUNK) + 1.0, zeros(CHUNK, CHUNK)).astype(BF16)
-            plgpu.commit_smem()
-
-        def sums(b):
-            return dot(zeros(CHUNK, BLOCK), (window_s, high_s.at[b]), (window_s, low_s.at[b]))
-
-        def products(rows, columns, mask, who):
-            """The pairs in `mask`, rows @ columns^T over all key channels: q's into A_qk, k's times beta into L."""
-
-            def into(tile, rows, factor):
-                pairs = [(pair_s.at[rows, b], transposed(pair_s.at[columns, b])) for b in numbers]
-                new = factor(dot(zeros(CHUNK, CHUNK), *pairs)).astype(tile.dtype)
-                tile[...] = jnp.where(mask(), new, plgpu.load(tile, layout=WGMMA))
-
-            if 0 in who:
-                pl.when(me == 0)(lambda: into(a_s, rows, lambda x: x))
-            if 1 in who:
-                beta = lambda x: x * per_row(plgpu.load(rows_s.at[0], layout=ROWS), CHUNK)
-                pl.when(me == 1)(lambda: into(lower_s, columns if len(who) == 2 else rows, beta))
-
-        def halving(i, _):
-            """The squares between blocks of 2^level tokens: rows of q against k, and of k against k."""
-            level = 5 - i
-            sum_over(stretch(level))
-
-            def operands(b):
-                e = jnp.exp2(sums(b))
-                pair_s.at[0, b][...] = (load(0, b) * e).astype(BF16)
-                pair_s.at[1, b][...] = (load(1, b) * e).astype(BF16)
-
-            each_block(operands)
-            meet_other()
-            products(zero_index, one_index, lambda: below(level), (0, 1))
-            meet_other()
-            return _
-
-        def diagonal(level):
-            """Blocks of 2^level tokens from their own first rows, which takes one factor > 1. At level 0 all are 1."""
-            sum_over(from_first_row(level))
-            for which in (1, 0):
-
-                def operands(b, which=which):
-                    inside = sums(b)
-                    pair_s.at[0, b][...] = (load(which, b) * jnp.exp2(inside)).astype(BF16)
-                    if which == 1:
-                        pair_s.at[1, b][...] = (load(1, b) * jnp.exp2(-inside)).astype(BF16)
-
-                each_block(operands)
-                meet_other()
-                mask = lambda which=which: (apart(level) == 0) & (index(1) + which <= index(0))
-                products(zero_index, one_index, mask, (which,))
-                meet_other()
-
-        def strongest():
-            """The largest sum of decays (log2, positive) inside a block of 16 tokens, after its first row."""
-            sum_over(from_first_row(jnp.int32(4)))
-
-            def body(b):
-                # Per row, then over a vector that every warp holds whole: a reduction across warps would go through one
-                # scratch buffer that both warpgroups of a team share.
-                flag_s.at[b][...] = jnp.max(-sums(b), axis=1)
-
-            each_block(body)
-            meet_other()
-            worst = [jnp.max(plgpu.load(flag_s.at[b], layout=COLS)) for b in numbers]
-            return functools.reduce(jnp.maximum, worst)
-
-        def write_operands():
-            sum_over(index(1) <= index(0))
-            for b in numbers:
-                e = jnp.exp2(sums(b))
-                bias_s.at[b][...] = jnp.sum(jnp.where(index(0) == CHUNK - 1, e, zeros(CHUNK, BLOCK)), axis=0)
-                pair_s.at[0, b][...] = (load(1, b) * e).astype(BF16)
-                q_s.at[b][...] = (load(0, b) * e).astype(BF16)
-            sum_over(index(1) > index(0))
-            for b in numbers:
-                k_s.at[b][...] = (load(1, b) * jnp.exp2(sums(b))).astype(BF16)
-            plgpu.commit_smem()
-            for b in numbers:
-                columns = pl.ds(b * BLOCK, BLOCK)
-                for source, target in ((q_s, q_o), (pair_s.at[0], k_in_o), (k_s, k_out_o)):
-                    plgpu.copy_smem_to_gmem(source.at[b], place.tile(target).at[:, columns])
-                plgpu.copy_smem_to_gmem(bias_s.at[b], place.tile(decay_o).at[columns])
-
-        @pl.when(chunk < n_chunks)
+        @pl.when(wg == 0)
         def _():
-            load_all()
-            each_block(gate_in)
-            meet_other()
-            if not with_pairs:
-                pl.when(me == 0)(write_operands)
-                plgpu.wait_smem_to_gmem(0)
-                return
-            empty = lambda tile: tile.__setitem__(..., zeros(CHUNK, CHUNK).astype(tile.dtype))
-            pl.when(me == 0)(lambda: empty(a_s))
-            pl.when(me == 1)(lambda: empty(lower_s))
-            fast = strongest() < FAST_RANGE
-            lax.fori_loop(0, jnp.where(fast, 2, 6), halving, jnp.int32(0))
-            diagonal(jnp.where(fast, 4, 0))
+            for i in range(len(START)):
+                plgpu.copy_gmem_to_smem(starts_g.at[i], starts_s.at[i], ready)
 
-            @pl.when(me == 0)
-            def _queries():
-                plgpu.copy_smem_to_gmem(a_s, place.tile(pair_o[0]))
-                write_operands()
+        plgpu.barrier_wait(ready)
 
-            @pl.when(me == 1)
-            def _keys():
-                beta = plgpu.load(rows_s.at[0], layout=COLS)
-                inverse = (unit_lower_inverse(lower_s) * per_column(beta, CHUNK)).astype(BF16)
-                pair_s.at[1, 0][...] = inverse
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(pair_s.at[1, 0], place.tile(pair_o[1]))
+        def chunk(place: Place, slot: Any) -> None:
+            rows_s, norms_s, *mine = (None if buffer is None else buffer.at[slot] for buffer in buffers)
+            keys = Keys(options, place, heads, blocks, rows_s.at[me * 0], rows_s.at[me * 0 + 1], norms_s)
+            barriers = (barrier.at[team] for barrier in (loaded, met, window))
+            prepare_chunk(Team(me, keys, arrays, rows_s, *mine[:5], starts_s, *mine[5:], *barriers), out, pairs)
 
-            plgpu.wait_smem_to_gmem(0)
+        work.each_chunk(chunk, team, zero_g)
+        plgpu.wait_smem_to_gmem(0)
 
     shape = jax.ShapeDtypeStruct
-    tiles = shape((batch, value_heads, n_chunks, CHUNK, key_dim), BF16)
-    square = shape((batch, value_heads, n_chunks, CHUNK, CHUNK), BF16)
-    decay = shape((batch, value_heads, n_chunks, key_dim), F32)
-    key_tile = lambda: tile_buffer(teams, blocks, CHUNK, BLOCK)
+    lead = (batch, heads, n_chunks)
+    square = shape((*lead, CHUNK, CHUNK), BF16)
+    tiles = lambda *shape, dtype=BF16: tile_buffer(teams, *shape, CHUNK, BLOCK, dtype=dtype)
+    vector = lambda *shape: plgpu.SMEM((teams, *shape, CHUNK), F32)
     out = launch(
         kernel,
-        tuple(a for a in x if a is not None),
-        out_type=(tiles, tiles, tiles, decay) + ((square, square) if with_pairs else ()),
-        grid={"group": -(-n_chunks // teams), "head": value_heads, "sequence": batch},
+        tuple(sources),
+        out_type=(
+            *(shape((*lead, CHUNK, key_dim), BF16) for _ in range(3)),
+            shape((*lead, key_dim), F32),
+            *((square, square) if with_pairs else ()),
+        ),
+        grid={"program": work.used},
         warpgroups=2 * teams,
         buffers=(
-            key_tile(),
-            key_tile(),
-            key_tile(),
-            key_tile(),
-            tile_buffer(teams, 2, blocks, CHUNK, BLOCK),
-            tile_buffer(teams, CHUNK, CHUNK),
-            tile_buffer(teams, CHUNK, CHUNK, dtype=F16),
-            plgpu.SMEM((teams, blocks, BLOCK), F32),
-            plgpu.SMEM((teams, 2, CHUNK), F32),
-            plgpu.SMEM((teams, 2, blocks, CHUNK), F32),
-            plgpu.SMEM((teams, blocks, BLOCK), F32),
-            tile_buffer(teams, 2, CHUNK, CHUNK),
+            tile_buffer(len(START), CHUNK, CHUNK, dtype=F16),
+            tiles(2, blocks),
+            vector(2, blocks),
+            tiles(blocks, dtype=F16),
+            tiles(2) if with_pairs else None,
+            tiles(blocks),
+            tiles() if with_pairs else None,
+            tiles(dtype=F16) if with_pairs else None,
+            None if given else vector(blocks),
+            vector() if packed else None,
+            vector() if with_pairs else None,
+            vector(blocks),
+            vector(blocks),
         ),
         barriers=(
-            plgpu.Barrier(num_arrivals=3 * blocks + 1 + packed, num_barriers=teams),
+            plgpu.Barrier(num_arrivals=blocks * (2 + (not given)) + with_pairs + packed, num_barriers=teams),
             plgpu.Barrier(num_arrivals=2, num_barriers=teams),
+            plgpu.Barrier(num_arrivals=1, num_barriers=teams),
+            plgpu.Barrier(num_arrivals=len(START)),
         ),
         name="jfla_prepare_kda",
     )

@@ -1,0 +1,58 @@
+"""Which tokens' decays add up, as matrices of ones for the tensor cores: one at a time in shared memory, one coming.
+
+Every exponent is a sum of decays over a stretch of tokens, (matrix of ones) @ g: nothing is ever subtracted, so no gate
+is too strong and a strong one costs the weak ones after it no digit. The adjoint is the transposed matrix. The matrices
+come from memory: a pattern that is known at compile time, as an operand in registers, is put there too late for the
+tensor cores, and part of it is missing.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jfla._types import CHUNK
+from jfla.pallas._tile import F16, dot, transposed, zeros
+
+# g is kept as float16 times this (2^-12 of a decay of 2^-150 .. 2^-10 is nothing; below, 2^-33 is), the ones as 1 / this.
+GATE_SCALE = 256.0
+# Sums (log2) that may be taken backwards: 2^110 leaves bfloat16 room for k, and 2^-110 for q.
+FAST_RANGE = 110.0
+
+_ROW, _COLUMN = np.indices((CHUNK, CHUNK))
+BEFORE = _COLUMN <= _ROW  # from the chunk's start to the token
+AFTER = _COLUMN > _ROW  # after the token to the chunk's end
+ALL = np.ones((CHUNK, CHUNK), bool)
+
+
+def stretch(level: int) -> np.ndarray:
+    """From a token to the middle of its block of 2 * 2^level: back for the later half, on for the earlier one."""
+    same = (_ROW >> level) == (_COLUMN >> level)
+    return same & np.where((_ROW >> level) & 1, BEFORE, AFTER)
+
+
+def stack(dtype: Any, *patterns: np.ndarray) -> jax.Array:
+    """[len(patterns), C, C]: float16 to sum g, bfloat16 for the adjoint."""
+    return jnp.asarray(np.stack(patterns) / (GATE_SCALE if dtype == F16 else 1.0), dtype)
+
+
+class Window:
+    """One warpgroup's view of a stack: `current` is in shared memory; `advance` fetches the next, in the stack's order."""
+
+    def __init__(self, source: Any, buffer: Any, barrier: Any):
+        self.source, self.buffer, self.barrier = source, buffer, barrier
+
+    def fetch(self, step: Any) -> None:
+        plgpu.copy_gmem_to_smem(self.source.at[step], self.buffer, self.barrier)
+
+    def sums(self, g: Any) -> jax.Array:
+        """[C, 64]: what g [C, 64] adds up to over every token's stretch."""
+        plgpu.barrier_wait(self.barrier)
+        return dot(zeros(CHUNK, CHUNK), (self.buffer, g))
+
+    def adjoint(self, acc: jax.Array, *parts: Any) -> jax.Array:
+        """acc + pattern^T @ sum of parts."""
+        plgpu.barrier_wait(self.barrier)
+        return dot(acc, *[(transposed(self.buffer), part) for part in parts])
