@@ -28,7 +28,17 @@ SegmentIds = Int[Array, "B T"]
 
 
 class DeltaRuleOutput(NamedTuple):
-    """What every op returns: `output` [B, T, HV, V] in the dtype of v, and `final_state` (float32 or wider) or None."""
+    """What every op returns, a named tuple.
+
+    **Fields:** `output` `[B, T, HV, V]` in the dtype of v; `final_state` `[B, HV, K, V]`, or `[B, S, HV, K, V]` with a
+    state per segment, in float32 (float64 when the op computes in it), or None when it was not asked for.
+
+    >>> import jax, jfla
+    >>> x = jax.numpy.ones((1, 3, 2, 4))
+    >>> output, final_state = jfla.recurrent_gdn(x, x, x, -x[..., 0], x[..., 0], qk_norm=True)
+    >>> print(output.shape, final_state)
+    (1, 3, 2, 4) None
+    """
 
     output: Value
     final_state: State | None

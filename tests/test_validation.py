@@ -204,5 +204,7 @@ def test_what_numpy_and_python_hold_is_taken(op):
 def test_the_reference_checks_its_arguments_too(op):
     with pytest.raises(ValueError, match="k must be"):
         op(ones(B, T, H, K), ones(B, T, H, V), ones(B, T, HV, V), ones(B, T, HV, K), ones(B, T, HV))
+    with pytest.raises(ValueError, match=r'implementation must be None or "xla" in jfla\.reference, got "pallas"'):
+        op(**good(jfla.chunk_kda), implementation="pallas")
     with pytest.raises(TypeError, match="chunk_size"):
         op(ones(B, T, H, K), ones(B, T, H, K), ones(B, T, HV, V), ones(B, T, HV, K), ones(B, T, HV), chunk_size=32)

@@ -2,14 +2,14 @@
 
 `recurrent_kda`, `recurrent_gdn`: the recurrence itself, token by token. `chunk_kda`, `chunk_gdn`: the chunked form
 without a derivative rule of its own. Both can be differentiated in forward mode and to any order (`jax.jvp`,
-`jax.hessian`).
+`jax.hessian`), in any float dtype.
 """
 
 from typing import Any
 
 from jaxtyping import Array
 
-from jfla._types import DeltaRuleOutput
+from jfla._types import DeltaRuleOutput, Inputs, Options
 from jfla._validate import DEFAULTS, validate
 from jfla.reference import chunked, recurrent
 
@@ -17,20 +17,80 @@ __all__ = ["chunk_gdn", "chunk_kda", "chunked", "recurrent", "recurrent_gdn", "r
 
 
 def recurrent_kda(q: Array, k: Array, v: Array, g: Array, beta: Array, **arguments: Any) -> DeltaRuleOutput:
-    """The definition of KDA. Arguments and results of `jfla.recurrent_kda`, without `implementation`."""
-    return recurrent.apply(*validate("kda", q, k, v, g, beta, **(DEFAULTS | arguments)))
+    """The definition of Kimi Delta Attention, token by token.
+
+        S <- exp(g_t)[:, None] S;    S <- S + k_t (beta_t (v_t - S^T k_t))^T;    o_t = S^T (scale q_t)
+
+    **Arguments, returns, raises:** those of `jfla.recurrent_kda`, with the same shapes and units, but that there is no
+    `implementation` to choose: `ValueError` for "pallas".
+
+    Reference: Kimi Linear: An Expressive, Efficient Attention Architecture (arXiv:2510.26692).
+
+    >>> import jax, jfla
+    >>> x, beta = jax.numpy.ones((1, 3, 2, 4)), jax.numpy.ones((1, 3, 2))
+    >>> print(jfla.reference.recurrent_kda(x, x, x, -x, beta, qk_norm=True).output.shape)
+    (1, 3, 2, 4)
+    """
+    return recurrent.apply(*_validated("kda", q, k, v, g, beta, arguments))
 
 
 def recurrent_gdn(q: Array, k: Array, v: Array, g: Array, beta: Array, **arguments: Any) -> DeltaRuleOutput:
-    """The definition of GDN. Arguments and results of `jfla.recurrent_gdn`, without `implementation`."""
-    return recurrent.apply(*validate("gdn", q, k, v, g, beta, **(DEFAULTS | arguments)))
+    """The definition of Gated DeltaNet, token by token.
+
+        S <- exp(g_t) S;    S <- S + k_t (beta_t (v_t - S^T k_t))^T;    o_t = S^T (scale q_t)
+
+    **Arguments, returns, raises:** those of `jfla.recurrent_gdn`, with the same shapes and units, but that there is no
+    `implementation` to choose: `ValueError` for "pallas".
+
+    Reference: Yang, Kautz, Hatamizadeh, Gated Delta Networks: Improving Mamba2 with Delta Rule (arXiv:2412.06464).
+
+    >>> import jax, jfla
+    >>> x, beta = jax.numpy.ones((1, 3, 2, 4)), jax.numpy.ones((1, 3, 2))
+    >>> f = lambda q: jfla.reference.recurrent_gdn(q, x, x, -beta, beta, qk_norm=True).output
+    >>> print(jax.jvp(f, (x,), (x,))[1].shape)
+    (1, 3, 2, 4)
+    """
+    return recurrent.apply(*_validated("gdn", q, k, v, g, beta, arguments))
 
 
 def chunk_kda(q: Array, k: Array, v: Array, g: Array, beta: Array, **arguments: Any) -> DeltaRuleOutput:
-    """Chunked KDA without a derivative rule. Arguments and results of `jfla.chunk_kda`, without `implementation`."""
-    return chunked.plain(*validate("kda", q, k, v, g, beta, **(DEFAULTS | arguments)))
+    """Kimi Delta Attention in chunks, without a derivative rule of its own.
+
+        S_t = (I - beta_t k_t k_t^T) diag(exp(g_t)) S_(t-1) + beta_t k_t v_t^T          o_t = S_t^T (scale q_t)
+
+    **Arguments, returns, raises:** those of `jfla.chunk_kda`, with the same shapes and units, but that there is no
+    `implementation` to choose: `ValueError` for "pallas".
+
+    Reference: Kimi Linear: An Expressive, Efficient Attention Architecture (arXiv:2510.26692).
+
+    >>> import jax, jfla
+    >>> x, beta = jax.numpy.ones((1, 3, 2, 4)), jax.numpy.ones((1, 3, 2))
+    >>> f = lambda q: jfla.reference.chunk_kda(q, x, x, -x, beta, qk_norm=True).output
+    >>> print(jax.jvp(f, (x,), (x,))[1].shape)
+    (1, 3, 2, 4)
+    """
+    return chunked.plain(*_validated("kda", q, k, v, g, beta, arguments))
 
 
 def chunk_gdn(q: Array, k: Array, v: Array, g: Array, beta: Array, **arguments: Any) -> DeltaRuleOutput:
-    """Chunked GDN without a derivative rule. Arguments and results of `jfla.chunk_gdn`, without `implementation`."""
-    return chunked.plain(*validate("gdn", q, k, v, g, beta, **(DEFAULTS | arguments)))
+    """Gated DeltaNet in chunks, without a derivative rule of its own.
+
+        S_t = exp(g_t) (I - beta_t k_t k_t^T) S_(t-1) + beta_t k_t v_t^T          o_t = S_t^T (scale q_t)
+
+    **Arguments, returns, raises:** those of `jfla.chunk_gdn`, with the same shapes and units, but that there is no
+    `implementation` to choose: `ValueError` for "pallas".
+
+    Reference: Yang, Kautz, Hatamizadeh, Gated Delta Networks: Improving Mamba2 with Delta Rule (arXiv:2412.06464).
+
+    >>> import jax, jfla
+    >>> x, beta = jax.numpy.ones((1, 3, 2, 4)), jax.numpy.ones((1, 3, 2))
+    >>> print(jfla.reference.chunk_gdn(x, x, x, -beta, beta, qk_norm=True).output.shape)
+    (1, 3, 2, 4)
+    """
+    return chunked.plain(*_validated("gdn", q, k, v, g, beta, arguments))
+
+
+def _validated(op: str, q: Array, k: Array, v: Array, g: Array, beta: Array, arguments: dict) -> tuple[Inputs, Options]:
+    if arguments.get("implementation") == "pallas":
+        raise ValueError('implementation must be None or "xla" in jfla.reference, got "pallas"')
+    return validate(op, q, k, v, g, beta, **(DEFAULTS | arguments))
