@@ -27,7 +27,6 @@
 # %% cellView="form"
 # @title Install jfla (does nothing where it is already installed)
 import importlib.metadata
-import importlib.util
 import pathlib
 import re
 import shutil
@@ -37,6 +36,7 @@ import tempfile
 
 REPOSITORY = "https://github.com/jfla-org/jfla"
 OLDEST_JAX = "0.11.2"
+NEEDED = "jfla", "jax", "grain", "matplotlib", "optax", "rich"
 
 
 def installed(package):
@@ -72,7 +72,7 @@ def install():
 
 if sys.version_info < (3, 12):  # noqa: UP036 the runtime may be older than what pip would take
     raise SystemExit(f"jfla needs Python 3.12 or newer; this is {sys.version.split()[0]}.")
-if importlib.util.find_spec("jfla") and is_new_enough(installed("jax")):
+if all(map(installed, NEEDED)) and is_new_enough(installed("jax")):
     print(f"jfla and JAX {installed('jax')} are here: nothing to install.")
 else:
     install()
