@@ -8,6 +8,7 @@ and final state are then not checked, and have no error in the record.
 An error is `||x - ref|| / ||ref||` of one tensor.
 """
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -29,17 +30,23 @@ BLOCK = 1024  # tokens between the states that the backward of the recurrence ke
 
 
 class Exact:
-    """Errors, with the float64 results of the last inputs kept for the next implementation."""
+    """Errors, with the float64 results of the last inputs kept for the next implementation or pass.
 
-    def __init__(self) -> None:
+    `gradients`: whether some pass will have them; they are then made together with the output.
+    """
+
+    def __init__(self, gradients: bool) -> None:
+        self._gradients = gradients
         self._case: Case | None = None
         self._reference: dict[str, np.ndarray] = {}
 
     def errors(self, case: Case, arrays: Arrays, program: Program, results: Results) -> dict[str, float]:
         """Error of every result that can be compared, by its name."""
-        if self._case != case:
-            self._reference = _references(case, {name: part(case, name, x) for name, x in arrays.items()})
-            self._case = case
+        inputs = case if case.timed == "decode" else dataclasses.replace(case, timed="forward")
+        if self._case != inputs:
+            wanted = [name for name in arrays if name != "do" or self._gradients]
+            self._reference = _references(case, {name: part(case, name, arrays[name]) for name in wanted})
+            self._case = inputs
         found, results = {}, program.restored(results)
         for name, ref in self._reference.items():
             if results.get(name) is not None:

@@ -38,7 +38,7 @@ def cu_seqlens(packing: Packing, time: int, segments: int) -> Int[np.ndarray, " 
 def draw(case: Case, seed: int) -> Arrays:
     """Unit q and k, normal v and cotangent `do` in bfloat16; log decay `g` and `beta` in (0, 1) in float32.
 
-    Decode has an `initial_state`, packed shapes have `segment_ids` and `cu_seqlens`.
+    Decode has an `initial_state` and no cotangent, packed shapes have `segment_ids` and `cu_seqlens`.
     """
     arrays = _draw(case, seed)
     shape = case.shape
@@ -59,7 +59,7 @@ def _draw(case: Case, seed: int) -> Arrays:
     arrays["v"] = normal(value_heads, dim).astype(jnp.bfloat16)
     arrays["g"] = decay(normal(value_heads, dim) if case.op == "kda" else normal(value_heads), case.gate)
     arrays["beta"] = jax.nn.sigmoid(normal(value_heads))
-    if case.timed == "forward+backward":
+    if case.timed != "decode":
         arrays["do"] = normal(value_heads, dim).astype(jnp.bfloat16)
     if case.timed == "decode":
         arrays["initial_state"] = jax.random.normal(next(keys), (shape.batch, value_heads, dim, dim))

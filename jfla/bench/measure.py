@@ -18,6 +18,7 @@ from jfla.bench import trace
 CACHE_BYTES = 50e6  # the second-level cache of an H100 or H200
 MAX_SETS = 64
 MAX_QUEUED, QUEUE_SECONDS = 20, 0.1
+PROFILES = 3
 PROFILED_SECONDS = 0.05  # longer calls are many launches (a scan), and gaps between them belong to their time
 
 
@@ -59,11 +60,28 @@ def timing(call: Callable[[Any], Any], wait: Callable[[Any], Any], sets: list[An
     walls = [run(count) / count for _ in range(repeats)]
     wall = float(np.median(walls))
     if gpu and wall < PROFILED_SECONDS:
-        busy = [trace.device_seconds(lambda: run(count)) for _ in range(repeats)]
-        found = [seconds / count for seconds in busy if seconds]
-        if len(found) == repeats:
+        found = _profiled(lambda: run(count), count)
+        if found is not None:
             return _timing(found, wall, "device")
     return _timing(walls, wall, "queued" if gpu else "blocked")
+
+
+def _profiled(run: Callable[[], float], count: int) -> list[float] | None:
+    """Device seconds of one call, from some profiles of `count` calls; None when one of them is not whole.
+
+    A profiler may drop events without a word. So all profiles must hold the same number of events, the same for each
+    call, and no device can have been busy for longer than its call took.
+    """
+    profiles = []
+    for _ in range(PROFILES):
+        walls: list[float] = []
+        busy = trace.device_time(lambda walls=walls: walls.append(run()))
+        if busy is None or busy.seconds > walls[0] or busy.events % count:
+            return None
+        profiles.append(busy)
+    if len({busy.events for busy in profiles}) != 1:
+        return None
+    return [busy.seconds / count for busy in profiles]
 
 
 def _timing(samples: list[float], wall: float, method: str) -> Timing:

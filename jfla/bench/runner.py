@@ -68,7 +68,7 @@ def run(plan: Plan, notify: Notify) -> Results:
     began, plan = time.monotonic(), plan.filled()
     todo = cases(list(plan.sets), list(plan.ops), list(plan.passes), list(plan.gates))  # type: ignore[arg-type]
     record = results.started(ceilings.measured(plan.repeats), plan.commit, plan.json)
-    exact = Exact()
+    exact = Exact(gradients=any(case.timed == "forward+backward" for case in todo))
     for number, case in enumerate(todo):
         if time.monotonic() - began > plan.seconds:
             notify(number, len(todo), f"stopped after {plan.seconds:.0f} s, {len(todo) - number} cases left")

@@ -3,16 +3,23 @@
 import pathlib
 import tempfile
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.profiler import ProfileData, ProfileOptions
 
 
-def device_seconds(run: Callable[[], Any]) -> float | None:
-    """Seconds in which at least one stream of the GPU worked during `run`, which has to wait for its results.
+class Busy(NamedTuple):
+    """How long the streams of the GPU were busy, with how many kernels, copies and fills."""
 
-    None when the profile holds no kernel, as on a CPU, or could not be taken.
+    seconds: float
+    events: int
+
+
+def device_time(run: Callable[[], Any]) -> Busy | None:
+    """What the GPU did during `run`, which has to wait for its results.
+
+    None when the profile holds no event, as on a CPU, or could not be taken.
     """
     options = ProfileOptions()
     options.python_tracer_level = 0
@@ -24,11 +31,11 @@ def device_seconds(run: Callable[[], Any]) -> float | None:
         except RuntimeError:  # no access to the GPU's counters, or a profile is being taken already
             return None
         files = sorted(pathlib.Path(folder).rglob("*.xplane.pb"))
-        return busy_seconds(ProfileData.from_file(str(files[0]))) if files else None
+        return busy(ProfileData.from_file(str(files[0]))) if files else None
 
 
-def busy_seconds(profile: ProfileData) -> float | None:
-    """The time covered by the events on all streams of all GPUs' planes, overlaps counted once."""
+def busy(profile: ProfileData) -> Busy | None:
+    """The time covered by the events on all streams of all GPUs, overlaps counted once."""
     spans = [
         (event.start_ns, event.start_ns + event.duration_ns)
         for plane in profile.planes
@@ -37,7 +44,7 @@ def busy_seconds(profile: ProfileData) -> float | None:
         if line.name.startswith("Stream")
         for event in line.events
     ]
-    return covered(spans) * 1e-9 or None
+    return Busy(covered(spans) * 1e-9, len(spans)) if spans else None
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:

@@ -35,11 +35,27 @@ planes { name: "/host:CPU" lines { id: 1 name: "Stream of words" timestamp_ns: 0
 
 def test_a_gpu_is_busy_while_any_of_its_streams_is():
     """0 .. 3 and 2 .. 4 and 5 .. 6 microseconds; other lines and other planes do not count."""
-    assert trace.busy_seconds(ProfileData.from_text_proto(PROFILE)) == pytest.approx(5e-6)
+    assert trace.busy(ProfileData.from_text_proto(PROFILE)) == (pytest.approx(5e-6), 3)
 
 
 def test_a_profile_without_a_gpu_has_no_device_time():
-    assert trace.device_seconds(lambda: jax.block_until_ready(jnp.ones(3) + 1)) is None
+    assert trace.device_time(lambda: jax.block_until_ready(jnp.ones(3) + 1)) is None
+
+
+def test_a_profile_that_is_not_whole_is_no_device_time(monkeypatch: pytest.MonkeyPatch):
+    """Four calls that take 1 s by the wall."""
+
+    def profiled(*found: trace.Busy | None) -> list[float] | None:
+        left = list(found)
+        monkeypatch.setattr(trace, "device_time", lambda run: (run(), left.pop(0))[1])
+        return measure._profiled(lambda: 1.0, 4)
+
+    whole = trace.Busy(0.8, 12)
+    assert profiled(whole, trace.Busy(0.4, 12), whole) == [0.2, 0.1, 0.2]
+    assert profiled(whole, None, whole) is None
+    assert profiled(whole, trace.Busy(0.6, 8), whole) is None  # a call's events are missing in one
+    assert profiled(*[trace.Busy(0.8, 11)] * 3) is None  # the same event in each
+    assert profiled(*[trace.Busy(1.1, 12)] * 3) is None
 
 
 def test_times_are_those_of_the_calls():
@@ -60,10 +76,10 @@ def test_times_are_those_of_the_calls():
 def test_errors_are_roundings_of_the_right_call_and_more_of_a_wrong_one(op: str, timed: str):
     """The output is linear in q: with 1.1 q, a tenth of it and of most gradients is wrong."""
     case = Case(op, timed, Shape(2, 1 if timed == "decode" else 96, 2, 16, value_heads=4))
-    arrays, compare = inputs.draw(case, 0), Exact()
+    both = timed == "forward+backward"
+    arrays, compare = inputs.draw(case, 0), Exact(gradients=both)
     program = jax_program(RECURRENT[op], case)
     right = compare.errors(case, arrays, program, program.first(program.load(arrays)))
-    both = timed == "forward+backward"
     assert right.keys() == ({"output", *GRADIENTS} if both else {"output", "final_state"})
     assert all(error < 4e-3 for error in right.values()), right
     wrong = compare.errors(case, arrays, program, program(program.load(arrays | {"q": arrays["q"] * 1.1})))
@@ -101,4 +117,4 @@ def test_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch):
 def _errors(case: Case) -> dict[str, float]:
     arrays = inputs.draw(case, 0)
     program = jax_program(RECURRENT[case.op], case)
-    return Exact().errors(case, arrays, program, program.first(program.load(arrays)))
+    return Exact(gradients=True).errors(case, arrays, program, program.first(program.load(arrays)))

@@ -33,7 +33,7 @@ def test_the_operands_make_the_output(op: str):
 
     with jax.default_matmul_precision("highest"):
         program = JaxProgram(run)
-        found = Exact().errors(case, arrays, program, program.first(arrays))
+        found = Exact(gradients=False).errors(case, arrays, program, program.first(arrays))
     assert found.keys() == {"output", "final_state"}
     assert max(found.values()) < 1e-5
 
@@ -45,7 +45,7 @@ def test_our_stages_make_the_output(op: str):
     with pallas.interpret():
         program = stages.ours(case)
         results = program.first(program.load(arrays))
-    found = Exact().errors(case, arrays, program, results)
+    found = Exact(gradients=False).errors(case, arrays, program, results)
     assert found.keys() == {"output", "final_state"}
     assert 0 < max(found.values()) < 5e-3
 
