@@ -1,18 +1,14 @@
 """Tile sizes, from a table keyed by op, K and V and from the shape of the call: nothing is tuned at run time."""
 
-from jfla.pallas import prepare_gdn, prepare_kda
+from jfla.pallas import prepare_gdn
 from jfla.pallas._walk import WalkConfig
 
 SUPPORTED_DIMS = (64, 128)
 MULTIPROCESSORS = 132
 
 
-def prepare_kda_config(key_dim: int) -> prepare_kda.PrepareConfig:
-    return prepare_kda.PrepareConfig(teams=2, programs=MULTIPROCESSORS)
-
-
 def prepare_gdn_config(key_dim: int) -> prepare_gdn.PrepareConfig:
-    return prepare_gdn.PrepareConfig(workers=4, programs=MULTIPROCESSORS)
+    return prepare_gdn.PrepareConfig(workers=3, programs=MULTIPROCESSORS)
 
 
 def scan_config(key_dim: int, value_dim: int, sequences: int) -> WalkConfig:

@@ -44,10 +44,13 @@ class Place(NamedTuple):
         """Of an array [B, HV, N, ...]."""
         return ref.at[self.batch, self.head, self.chunk]
 
+    @property
+    def tokens(self) -> Any:
+        return pl.ds(pl.multiple_of(self.chunk * CHUNK, CHUNK), CHUNK)
+
     def rows(self, ref: Any, value_heads: int, columns: Any = slice(None)) -> Any:
         """Of an array [B, T, heads, D], whose heads may be shared by groups of value heads."""
-        time = pl.ds(pl.multiple_of(self.chunk * CHUNK, CHUNK), CHUNK)
-        return ref.at[self.batch, time, lax.div(self.head, jnp.int32(value_heads // ref.shape[2])), columns]
+        return ref.at[self.batch, self.tokens, lax.div(self.head, jnp.int32(value_heads // ref.shape[2])), columns]
 
     def operand(self, ref: Any, value_heads: int) -> Any:
         return self.tile(ref) if len(ref.shape) == 5 else self.rows(ref, value_heads)

@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jfla._types import CHUNK
 from jfla.pallas._tile import F16, dot, transposed, zeros
 
-# g is kept as float16 times this (2^-12 of a decay of 2^-150 .. 2^-10 is nothing; below, 2^-33 is), the ones as 1 / this.
+# g is kept as float16 times this, and the ones as 1 / this: a decay loses 2^-12 of itself, or 2^-33 where that is more.
 GATE_SCALE = 256.0
 # Sums (log2) that may be taken backwards: 2^110 leaves bfloat16 room for k, and 2^-110 for q.
 FAST_RANGE = 110.0
@@ -39,7 +39,7 @@ def stack(dtype: Any, *patterns: np.ndarray) -> jax.Array:
 
 
 class Window:
-    """One warpgroup's view of a stack: `current` is in shared memory; `advance` fetches the next, in the stack's order."""
+    """One warpgroup's view of a stack: the pattern in shared memory, or on its way there."""
 
     def __init__(self, source: Any, buffer: Any, barrier: Any):
         self.source, self.buffer, self.barrier = source, buffer, barrier

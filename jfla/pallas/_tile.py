@@ -50,21 +50,26 @@ def transposed(ref: Any) -> Any:
 
 
 def dot(acc: jax.Array, *pairs: tuple[Any, Any]) -> jax.Array:
-    """acc + sum of a @ b on the tensor cores. a: registers or shared memory, b: shared memory, both 16 bit.
+    """acc + sum of a @ b on the tensor cores. a: registers or shared memory, b: shared memory, both 16 bit."""
+    return dots((acc, *pairs))[0]
 
-    Interpret mode simulates no matmul with operands in registers, so there it is a plain dot.
+
+def dots(*sums: tuple[Any, ...]) -> list[jax.Array]:
+    """Several `dot`s, none of which needs another: they are waited for together.
+
+    Interpret mode simulates no matmul with operands in registers, so there they are plain dots.
     """
     if interpreting():
-        for a, b in pairs:
-            acc = acc + jnp.dot(a[...].astype(F32), b[...].astype(F32), precision="highest")
-        return acc
+        product = lambda a, b: jnp.dot(a[...].astype(F32), b[...].astype(F32), precision="highest")
+        return [sum((product(a, b) for a, b in pairs), start=acc) for acc, *pairs in sums]
 
-    def issue(ref: Any) -> None:
-        for a, b in pairs:
-            plgpu.wgmma(ref, a, b)
+    def issue(refs: list[Any]) -> None:
+        for ref, (_, *pairs) in zip(refs, sums):
+            for a, b in pairs:
+                plgpu.wgmma(ref, a, b)
 
-    accumulator: Any = plgpu.WGMMAAccumulatorRef.init(acc)
-    return pl.run_state(issue)(accumulator)
+    accumulator: Any = plgpu.WGMMAAccumulatorRef
+    return pl.run_state(issue)([accumulator.init(acc) for acc, *_ in sums])
 
 
 def pair_decay(before: Any) -> jax.Array:
@@ -87,47 +92,66 @@ def apart(level: Any) -> jax.Array:
     return shift(index(0), level) ^ shift(index(1), level)
 
 
-def below(level: Any) -> jax.Array:
-    """The squares under the diagonal blocks of 2 * 2^level: late rows, early columns."""
-    return (apart(level) == 1) & (index(1) < index(0))
+def unit_lower_inverse(tile: Any, zero: Any, written_out: bool) -> jax.Array:
+    """(I - N)^-1 of the strictly lower N in a float16 tile, which it overwrites. `zero`: see Turn.
 
-
-def unit_lower_inverse(tile: Any) -> jax.Array:
-    """(I + L)^-1 of the strictly lower L in a float16 tile, which it overwrites.
-
-    By doubling blocks, X <- X - mask(X (L X)): no power of L is formed, so it is as stable as substitution. float16 is
-    8 times finer than bfloat16 at the same cost, and wide enough: in a recurrence that does not blow up the entries of
-    L and X are bounded by beta |k_i| |k_j|.
+    By doubling blocks, X <- X + X N' X with the N' of the squares that join two blocks: no power of N is formed, so it
+    is as stable as substitution. float16 is 8 times finer than bfloat16 at the same cost, and wide enough: in a
+    recurrence that does not blow up the entries of N and X are bounded by beta |k_i| |k_j|. Written out, the levels take
+    fewer instructions, because with the level known most of a square's mask is; in a loop they take less of the
+    instruction cache.
     """
-    lower = plgpu.load(tile, layout=WGMMA)
+    n, none = plgpu.load(tile, layout=WGMMA), zeros(CHUNK, CHUNK).astype(F16)
+    row, column = index(0) + zero, index(1)
+    square = lambda level: jnp.where(shift(row, level) ^ shift(column, level) == 1, n, none)
 
-    def double(level, x):
+    def double(level: Any, x: jax.Array) -> jax.Array:
         x16 = x.astype(F16)
         tile[...] = x16
         plgpu.commit_smem()
-        right = dot(zeros(CHUNK, CHUNK), (lower, tile)).astype(F16)
+        right = dot(zeros(CHUNK, CHUNK), (square(level), tile)).astype(F16)
         tile[...] = right
         plgpu.commit_smem()
-        return x - jnp.where(below(level), dot(zeros(CHUNK, CHUNK), (x16, tile)), zeros(CHUNK, CHUNK))
+        return dot(x, (x16, tile))
 
-    zero = zeros(CHUNK, CHUNK)
-    x = jnp.where(index(0) == index(1), zero + 1.0, zero) - jnp.where(below(0), lower.astype(F32), zero)
-    return lax.fori_loop(1, 6, double, x)
+    x = jnp.where(row == column, zeros(CHUNK, CHUNK) + 1.0, square(0).astype(F32))
+    if not written_out:
+        return lax.fori_loop(1, 6, double, x)
+    for level in range(1, 6):
+        x = double(level, x)
+    return x
 
 
-def write_inverse(lower: jax.Array, tile: Any, beta: Any, out: Any) -> None:
-    """(I + diag(beta) L)^-1 diag(beta) of the strictly lower part of `lower` into a bf16 tile; `tile` is float16 scratch.
+class Roots:
+    """beta = s t, by rows and by columns, |s| = |t|: what the two sides of the inverse are scaled with.
 
-    As t (I + s L t)^-1 s with s t = beta, so that a small beta makes small neither rows nor columns alone, and its
-    relative digits survive.
+    (I + diag(beta) L)^-1 diag(beta) = t (I + s L t)^-1 s: a small beta makes small neither rows nor columns alone, and
+    what belongs to it keeps its digits in float16.
     """
-    root = lambda layout: jnp.sqrt(jnp.abs(plgpu.load(beta, layout=layout)))
-    signed = lambda layout: jnp.where(plgpu.load(beta, layout=layout) < 0.0, -root(layout), root(layout))
-    # The barriers keep layout inference from searching through every pair of layouts of one buffer.
-    rows = lambda x: lax.optimization_barrier(per_row(x, CHUNK))
-    columns = lambda x: lax.optimization_barrier(per_column(x, CHUNK))
-    lower = lower * rows(signed(ROWS)) * columns(root(COLS))
+
+    def __init__(self, beta: Any):
+        self.beta = beta
+
+    def _root(self, layout: Any, signed: bool) -> jax.Array:
+        beta = plgpu.load(self.beta, layout=layout)
+        root = jnp.sqrt(jnp.abs(beta))
+        return jnp.where(beta < 0.0, -root, root) if signed else root
+
+    def around(self, x: jax.Array, signed_rows: bool) -> jax.Array:
+        """s x t or t x s."""
+        # The barriers keep layout inference from searching through every pair of layouts of one buffer.
+        rows = lax.optimization_barrier(per_row(self._root(ROWS, signed_rows), CHUNK))
+        return x * rows * lax.optimization_barrier(per_column(self._root(COLS, not signed_rows), CHUNK))
+
+
+def write_lower(lower: jax.Array, beta: Any, tile: Any) -> None:
+    """-s L t of the strictly lower part of L [C, C] into a float16 tile, for `write_inverse`."""
+    lower = Roots(beta).around(-lower, signed_rows=True)
     tile[...] = jnp.where(index(1) < index(0), lower, zeros(CHUNK, CHUNK)).astype(F16)
-    inverse = unit_lower_inverse(tile) * rows(root(ROWS)) * columns(signed(COLS))
-    out[...] = inverse.astype(BF16)
+    plgpu.commit_smem()
+
+
+def write_inverse(tile: Any, beta: Any, out: Any, zero: Any, written_out: bool) -> None:
+    """(I + diag(beta) L)^-1 diag(beta) into a bf16 tile, from what `write_lower` left."""
+    out[...] = Roots(beta).around(unit_lower_inverse(tile, zero, written_out), signed_rows=False).astype(BF16)
     plgpu.commit_smem()

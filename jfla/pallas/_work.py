@@ -9,6 +9,20 @@ from jax import lax
 from jfla.pallas._operands import Place
 
 
+class Turn(NamedTuple):
+    """One chunk of a worker.
+
+    `zero` is 0, which the compiler cannot know. Added to an index it keeps addresses and masks from being computed
+    before the loop, where they would all be held in registers, and more than there are.
+    """
+
+    place: Place
+    number: Any
+    zero: Any
+    next_place: Place
+    has_next: Any
+
+
 class Work(NamedTuple):
     """The chunks of a call, dealt out to `workers` in each of at most `programs` programs, which stay to the end."""
 
@@ -27,21 +41,23 @@ class Work(NamedTuple):
         """Programs, the length of the grid's axis "program"."""
         return min(self.programs, -(-self.total // self.workers))
 
-    def each_chunk(self, body: Callable[[Place, Any], None], worker: Any, zero: Any) -> None:
-        """Runs body(place, worker) on every chunk of this worker: heads first, which lie side by side in memory.
+    def place(self, item: Any) -> Place:
+        """Heads first, which lie side by side in memory."""
+        heads, n_chunks = jnp.int32(self.heads), jnp.int32(self.n_chunks)
+        rest = lax.div(item, heads)
+        return Place(lax.div(rest, n_chunks), lax.rem(item, heads), lax.rem(rest, n_chunks))
 
-        `zero` [1] holds a 0 in device memory. It is added to the number of the worker through the loop: otherwise the
-        compiler keeps the address of every tile in registers, and more than there are.
-        """
-        stride = self.used * self.workers
-        first = lax.axis_index("program") * self.workers + worker
+    def first(self, worker: Any) -> Any:
+        return lax.axis_index("program") * self.workers + worker
+
+    def each_chunk(self, body: Callable[[Turn], None], worker: Any, zero: Any) -> None:
+        """Runs `body` on every chunk of this worker. `zero` [1] holds a 0 in device memory: see Turn."""
+        stride, first = self.used * self.workers, self.first(worker)
         count = lax.div(jnp.maximum(self.total - first, 0) + (stride - 1), jnp.int32(stride))
 
         def step(i: Any, zero: Any) -> Any:
             item = first + i * stride
-            heads, n_chunks = jnp.int32(self.heads), jnp.int32(self.n_chunks)
-            rest = lax.div(item, heads)
-            body(Place(lax.div(rest, n_chunks), lax.rem(item, heads), lax.rem(rest, n_chunks)), worker + zero)
+            body(Turn(self.place(item), i, zero, self.place(item + stride), item + stride < self.total))
             return zero & i
 
         lax.fori_loop(0, count, step, zero[0])

@@ -257,7 +257,7 @@ def channels_kda(c: Chunk, flags: Any) -> tuple[jax.Array, jax.Array, jax.Array]
 def by_halving(
     c: Chunk, levels: Any, grads: tuple[jax.Array, jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Adds what pairs give, for any gate: between the halves of a block of 2 * 2^level all decays through the middle."""
+    """Adds what pairs give, for any gate: from one half of a block to the other all decays through the middle."""
     k_tile, q_tile = c.scratch(0), c.scratch(1)
     none = zeros(CHUNK, CHUNK).astype(BF16)
     across = lambda tile, level: jnp.where(apart(level) == 1, load(tile), none)

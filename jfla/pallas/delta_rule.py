@@ -45,8 +45,8 @@ def prepare(x: KernelArrays, inputs: Inputs, options: Options, with_pairs: bool 
             g, beta = token_arrays(x, inputs)
             tokens = TokenArrays(g, beta if with_pairs else None)
             return Prepared(*prepare_gdn(x.q, x.k, tokens, static, _config.prepare_gdn_config(key_dim)))
-        beta, config = x.beta if with_pairs else None, _config.prepare_kda_config(key_dim)
-        return Prepared(*prepare_kda(key_arrays(x, inputs), beta, x.v.shape[2], static, config), None)
+        beta = x.beta if with_pairs else None
+        return Prepared(*prepare_kda(key_arrays(x, inputs), beta, x.v.shape[2], static, _config.MULTIPROCESSORS), None)
 
 
 def forward(inputs: Inputs, options: Options) -> tuple[DeltaRuleOutput, Pairs]:

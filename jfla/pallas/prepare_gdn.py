@@ -30,9 +30,10 @@ from jfla.pallas._tile import (
     tile_buffer,
     transposed,
     write_inverse,
+    write_lower,
     zeros,
 )
-from jfla.pallas._work import Work
+from jfla.pallas._work import Turn, Work
 
 
 class PrepareConfig(NamedTuple):
@@ -59,6 +60,7 @@ class Worker(NamedTuple):
     beta: Any
     factors: Any  # [4, C]
     loaded: Any
+    zero: Any
 
     def at(self, n: int) -> Any:
         return self.keys.place.chunk * 0 + n  # `dot` cannot close over a reference that a Python int indexed
@@ -113,7 +115,8 @@ def write_pairs(w: Worker, pairs: Pairs) -> None:
     a_tile[...] = a_qk
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(a_tile, place.tile(pairs.a_qk))
-    write_inverse(lower, w.lower, w.beta, inverse)
+    write_lower(lower, w.beta, w.lower)
+    write_inverse(w.lower, w.beta, inverse, w.zero, written_out=True)
     plgpu.copy_smem_to_gmem(inverse, place.tile(pairs.inverse))
 
 
@@ -132,10 +135,12 @@ def prepare_gdn(
         zero_g, factors_o, before_o, *pair_o, (buffers, loaded) = refs
         wg = lax.axis_index("wg")
 
-        def chunk(place: Any, me: Any) -> None:
-            mine = [None if buffer is None else buffer.at[me] for buffer in buffers]
+        def chunk(turn: Turn) -> None:
+            place = turn.place
+            mine = [None if buffer is None else buffer.at[wg + turn.zero] for buffer in buffers]
             q_s, k_s, norms_s, lower_s, *vectors = mine
-            w = Worker(Keys(options, place, heads, blocks, q_s, k_s, norms_s), lower_s, *vectors, loaded.at[wg])
+            keys = Keys(options, place, heads, blocks, q_s, k_s, norms_s)
+            w = Worker(keys, lower_s, *vectors, loaded.at[wg], turn.zero)
             load_chunk(w, q_g, k_g, TokenArrays(g_g, beta_g))
             write_factors(w)
             plgpu.commit_smem()

@@ -1,11 +1,12 @@
 """Kernel: everything about a chunk that needs no state, for KDA: gate, decayed dots, inverse, operands.
 
-The decayed dots decay from the chunk's start, which takes one factor > 1, in the rows where the chunk's gates allow it;
-what a row becomes depends on no later token. In the other rows they go by halving: a square between two blocks of s tokens
+The decayed dots decay from the chunk's start, which takes one factor > 1, in the rows where the gates allow it; what a
+row becomes depends on no later token. In the other rows they go by halving: a square between two blocks of s tokens
 decays through their boundary, and both factors are <= 1, for s = 32, 16 .. 1, and last a token with itself.
 
-Every program takes chunks until none are left, several at a time. Two warpgroups share a chunk: each makes the operands
-of 64 key channels; then one multiplies the rows of q, the other those of k.
+Every program takes chunks until none are left. Two warpgroups share a chunk: each makes the operands of 64 channels; then
+one multiplies the rows of q, the other those of k. A third inverts, while the two go on to the next chunk, which is in
+shared memory by then.
 """
 
 from collections.abc import Callable
@@ -33,24 +34,19 @@ from jfla.pallas._tile import (
     apart,
     dot,
     index,
+    load,
     per_row,
     shift,
     tile_buffer,
     transposed,
     write_inverse,
+    write_lower,
     zeros,
 )
-from jfla.pallas._work import Work
+from jfla.pallas._work import Turn, Work
 
 START = (_patterns.BEFORE, _patterns.AFTER)
 HALVING = (*map(_patterns.stretch, reversed(range(6))), np.zeros((CHUNK, CHUNK), bool))
-
-
-class PrepareConfig(NamedTuple):
-    """teams: chunks that one program works on at a time, two warpgroups each. programs: at most."""
-
-    teams: int
-    programs: int
 
 
 class PrepareArrays(NamedTuple):
@@ -62,92 +58,138 @@ class PrepareArrays(NamedTuple):
     halving: Any
 
 
+class Tiles(NamedTuple):
+    """Shared memory. Tiles are [C, 64], one per block of 64 channels where there are blocks."""
+
+    starts: Any  # the patterns of START, float16
+    rows: Any  # [2 chunks, 2, blocks]: q and k, raw and then decayed
+    raw: Any  # [blocks]: g as the caller passed it
+    norms: Any  # [2, blocks, C]
+    g: Any  # [blocks], float16
+    k_out: Any  # [blocks]
+    decay: Any  # [blocks, 64]
+    flags: Any  # [blocks, C]: the strongest sum of decays up to a token
+    bias: Any  # [2 chunks, blocks, 64]
+    resets: Any  # [2 chunks, blocks, C]
+    back: Any  # [blocks]: k decayed backwards, to the chunk's start
+    a_qk: Any  # one tile
+    pattern: Any  # one float16 tile of HALVING
+    lower: Any  # one float16 tile, what is inverted
+    inverse: Any  # one tile
+    beta: Any  # [2, C]: for the second and the third warpgroup
+
+
+class Barriers(NamedTuple):
+    started: Any
+    loaded: Any  # [2 warpgroups * 2 chunks]
+    raw: Any  # [2 warpgroups]
+    beta: Any  # [2]
+    met: Any
+    pattern: Any
+    handed: Any  # what is inverted is there
+    taken: Any  # and may be replaced
+
+
 class Team(NamedTuple):
-    """The references of one warpgroup and its chunk. Tiles are [C, 64], one per block of 64 channels."""
+    """One warpgroup at one chunk."""
 
     me: Any
+    turn: Turn
     keys: Keys
     arrays: PrepareArrays
-    rows: Any  # [2, blocks]: the tiles of q, and those of k
-    g: Any  # float16
-    back: Any  # k decayed backwards, to the chunk's start
-    k_out: Any
-    a_qk: Any  # one tile
-    lower: Any  # one float16 tile: a pattern of HALVING, then what is inverted
-    starts: Any  # the patterns of START
-    bias: Any
-    resets: Any
-    beta: Any
-    flags: Any  # [blocks, C]
-    decay: Any  # [blocks, 64]
-    loaded: Any
-    met: Any
-    window: Any
+    s: Tiles
+    barriers: Barriers
 
     def all(self, tiles: Any) -> list[Any]:
         """Every block's tile; traced numbers, because `dot` cannot close over a reference that a Python int indexed."""
         return [tiles.at[self.me * 0 + b] for b in range(self.keys.blocks)]
 
     def meet(self) -> None:
+        """Of the two warpgroups that share the chunk."""
         plgpu.commit_smem()
-        plgpu.barrier_arrive(self.met)
-        plgpu.barrier_wait(self.met)
+        plgpu.barrier_arrive(self.barriers.met)
+        plgpu.barrier_wait(self.barriers.met)
 
-    def channels(self, body: Callable[[], None], otherwise: Callable[[], None] = lambda: None) -> None:
+    def channels(self, body: Callable[[], None]) -> None:
         """Runs `body` in the warpgroups that have channels."""
         if self.keys.blocks == 2:
             body()
         else:
-            lax.cond(self.me == 0, body, otherwise)
+            pl.when(self.me == 0)(body)
+
+    def fetch(self, place: Place, number: Any) -> None:
+        """q and k of this warpgroup's channels, into the slot of that chunk."""
+        b, slot = self.me, number & 1
+        barrier, columns = self.barriers.loaded.at[2 * b + slot], pl.ds(b * BLOCK, BLOCK)
+        for which, source in ((Q, self.arrays.keys.q), (K, self.arrays.keys.k)):
+            view = place.rows(source, self.keys.value_heads, columns)
+            plgpu.copy_gmem_to_smem(view, self.s.rows.at[slot, which, b], barrier)
+        if self.s.bias is not None:
+            plgpu.copy_gmem_to_smem(self.arrays.keys.bias.at[place.head, columns], self.s.bias.at[slot, b], barrier)
+        if self.s.resets is not None:
+            resets = self.arrays.keys.resets.at[place.batch, place.tokens]
+            plgpu.copy_gmem_to_smem(resets, self.s.resets.at[slot, b], barrier)
+
+    def fetch_gate(self, place: Place) -> None:
+        view = place.rows(self.arrays.keys.g, self.keys.value_heads, pl.ds(self.me * BLOCK, BLOCK))
+        plgpu.copy_gmem_to_smem(view, self.s.raw.at[self.me], self.barriers.raw.at[self.me])
+
+    def fetch_beta(self) -> None:
+        """For the warpgroups 1 and 2."""
+        place, which = self.keys.place, self.me - 1
+        source = self.arrays.beta.at[place.batch, place.head, place.tokens]
+        plgpu.copy_gmem_to_smem(source, self.s.beta.at[which], self.barriers.beta.at[which])
 
 
 def operands(t: Team, out: Operands, pairs: bool) -> None:
     """q_in, k_in, k_out and the chunk's decay of this warpgroup's channels; and k_back for `pairs`."""
     b, keys = t.me, t.keys
     columns = pl.ds(b * BLOCK, BLOCK)
-    sums = lambda pattern: dot(zeros(CHUNK, BLOCK), (pattern, t.g.at[b]))
+    sums = lambda pattern: dot(zeros(CHUNK, BLOCK), (pattern, t.s.g.at[b]))
     k = keys.read(K, b)
-    t.k_out.at[b][...] = (k * jnp.exp2(sums(t.starts.at[b * 0 + 1]))).astype(BF16)
-    before = sums(t.starts.at[b * 0])
+    t.s.k_out.at[b][...] = (k * jnp.exp2(sums(t.s.starts.at[b * 0 + 1]))).astype(BF16)
+    before = sums(t.s.starts.at[b * 0])
     if pairs:
-        t.flags.at[b][...] = jnp.min(before, axis=1)
-        t.back.at[b][...] = (keys.read(K, b) * jnp.exp2(jnp.minimum(-before, FAST_RANGE))).astype(BF16)
+        t.s.flags.at[b][...] = jnp.min(before, axis=1)
+        t.s.back.at[b][...] = (keys.read(K, b) * jnp.exp2(jnp.minimum(-before, FAST_RANGE))).astype(BF16)
     e = jnp.exp2(before)
     keys.k.at[b][...] = (keys.read(K, b) * e).astype(BF16)
     keys.q.at[b][...] = (keys.read(Q, b) * e).astype(BF16)
     # Column 0 of BEFORE is all ones: the sums of all tokens, channels as rows, so that no warp needs another.
-    total = dot(zeros(BLOCK, CHUNK), (transposed(t.g.at[b]), t.starts.at[b * 0]))
-    t.decay.at[b][...] = jnp.exp2(jnp.sum(jnp.where(index(1) == 0, total, zeros(BLOCK, CHUNK)), axis=1))
+    total = dot(zeros(BLOCK, CHUNK), (transposed(t.s.g.at[b]), t.s.starts.at[b * 0]))
+    t.s.decay.at[b][...] = jnp.exp2(jnp.sum(jnp.where(index(1) == 0, total, zeros(BLOCK, CHUNK)), axis=1))
     plgpu.commit_smem()
-    for source, target in zip((keys.q, keys.k, t.k_out), out[:3]):
+    for source, target in zip((keys.q, keys.k, t.s.k_out), out[:3]):
         plgpu.copy_smem_to_gmem(source.at[b], keys.place.tile(target).at[:, columns])
-    plgpu.copy_smem_to_gmem(t.decay.at[b], keys.place.tile(out.decay).at[columns])
+    plgpu.copy_smem_to_gmem(t.s.decay.at[b], keys.place.tile(out.decay).at[columns])
 
 
-def dots(t: Team) -> jax.Array:
+def pair_dots(t: Team) -> jax.Array:
     """[C, C]: q_i . k_j (this is the first warpgroup) or k_i . k_j with the decay from j to i, for j <= i."""
     zero = zeros(CHUNK, CHUNK)
 
-    rows = t.all(t.rows.at[t.me])
+    rows = t.all(t.s.rows.at[t.turn.number & 1, t.me])
     rows_with = lambda columns: dot(zero, *[(a, transposed(b)) for a, b in zip(rows, t.all(columns))])
-    x = jnp.where(index(1) <= index(0), rows_with(t.back), zero)
-    lowest = [plgpu.load(flags, layout=COLS) for flags in t.all(t.flags)]
+    x = jnp.where(index(1) <= index(0), rows_with(t.s.back), zero)
+    lowest = [plgpu.load(flags, layout=COLS) for flags in t.all(t.s.flags)]
     exact = jnp.min(lowest[0] if len(lowest) == 1 else jnp.minimum(*lowest)) <= -FAST_RANGE
     return lax.fori_loop(0, jnp.where(exact, len(HALVING), 0), lambda i, x: halve(t, i, x, rows_with), x)
 
 
 def halve(t: Team, i: Any, x: jax.Array, rows_with: Callable[[Any], jax.Array]) -> jax.Array:
     """Replaces the squares of level 5 - i, and last the diagonal, in the rows that the gates are too strong for."""
-    keys = t.keys
+    # What is read again has to be read in here: before the loop it would cost the chunks that do not need it.
+    chunk = t.keys.place.chunk + (i & t.turn.zero)
+    keys = t.keys._replace(place=t.keys.place._replace(chunk=chunk))
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     t.meet()  # nobody reads the tiles and the pattern any more
-    pl.when(t.me == 1)(lambda: plgpu.copy_gmem_to_smem(t.arrays.halving.at[i], t.lower, t.window))
-    plgpu.barrier_wait(t.window)
+    pl.when(t.me == 1)(lambda: plgpu.copy_gmem_to_smem(t.arrays.halving.at[i], t.s.pattern, t.barriers.pattern))
+    plgpu.barrier_wait(t.barriers.pattern)
 
     @t.channels
     def _():
         b = t.me
-        e = jnp.exp2(dot(zeros(CHUNK, BLOCK), (t.lower, t.g.at[b])))
+        e = jnp.exp2(dot(zeros(CHUNK, BLOCK), (t.s.pattern, t.s.g.at[b])))
         for which, tile, source in ((Q, keys.q, t.arrays.keys.q), (K, keys.k, t.arrays.keys.k)):
             tile.at[b][...] = (keys.reread(which, source, b) * e).astype(BF16)
 
@@ -156,111 +198,125 @@ def halve(t: Team, i: Any, x: jax.Array, rows_with: Callable[[Any], jax.Array]) 
     level, differ = jnp.maximum(5 - i, 0), jnp.where(i < 6, 1, 0)
     late = shift(index(0), level) & differ
     square = (apart(level) == differ) & (late == differ)
-    lowest = [plgpu.load(flags, layout=ROWS) for flags in t.all(t.flags)]
+    lowest = [plgpu.load(flags, layout=ROWS) for flags in t.all(t.s.flags)]
     lowest = lowest[0] if len(lowest) == 1 else jnp.minimum(*lowest)
     return jnp.where(square & (per_row(lowest, CHUNK) <= -FAST_RANGE), new, x)
 
 
 def load_chunk(t: Team) -> None:
-    """This warpgroup's channels of q, k and g, the last as decay; one warpgroup also brings beta, for itself."""
-    keys, b = t.keys, t.me
-    tokens = pl.ds(pl.multiple_of(keys.place.chunk * CHUNK, CHUNK), CHUNK)
-    if t.beta is not None:
-        beta = t.arrays.beta.at[keys.place.batch, keys.place.head, tokens]
-        pl.when(b == 1)(lambda: plgpu.copy_gmem_to_smem(beta, t.beta, t.loaded))
-    if t.resets is not None:
-        resets = t.arrays.keys.resets.at[keys.place.batch, tokens]
-        pl.when(b == 0)(lambda: plgpu.copy_gmem_to_smem(resets, t.resets, t.loaded))
-
-    def channels() -> None:
-        keys.fetch(b, t.arrays.keys.q, t.arrays.keys.k, t.loaded)
-        if t.bias is not None:
-            bias = t.arrays.keys.bias.at[keys.place.head, pl.ds(b * BLOCK, BLOCK)]
-            plgpu.copy_gmem_to_smem(bias, t.bias.at[b], t.loaded)
-        raw = keys.raw_gate(t.arrays.keys, b)
-        plgpu.barrier_wait(t.loaded)
-        t.g.at[b][...] = keys.gate(raw, t.arrays.keys, None if t.bias is None else t.bias.at[b], t.resets)
-        if keys.options.qk_norm:
-            keys.measure(b)
-
-    t.channels(channels, otherwise=lambda: plgpu.barrier_wait(t.loaded))
+    """This warpgroup's channels of q, k and g, the last as decay; and the next chunk's are under way."""
+    keys, b, slot = t.keys, t.me, t.turn.number & 1
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last chunk's stores, from tiles that are filled again now
+    pl.when(t.turn.has_next)(lambda: t.fetch(t.turn.next_place, t.turn.number + 1))
+    plgpu.barrier_wait(t.barriers.raw.at[b])
+    plgpu.barrier_wait(t.barriers.loaded.at[2 * b + slot])
+    bias, resets = (None if x is None else x.at[slot, b] for x in (t.s.bias, t.s.resets))
+    t.s.g.at[b][...] = keys.gate(load(t.s.raw.at[b]), t.arrays.keys, bias, resets)
+    if keys.options.qk_norm:
+        keys.measure(b)
+    plgpu.commit_smem()
+    pl.when(t.turn.has_next)(lambda: t.fetch_gate(t.turn.next_place))
 
 
-def prepare_chunk(t: Team, out: Operands, pairs: Pairs | None) -> None:
-    """The first warpgroup is done before the second, and goes on to the next chunk while the second inverts."""
+def share_chunk(t: Team, out: Operands, pairs: Pairs | None) -> None:
+    """What the first two warpgroups do with a chunk."""
     keys = t.keys
-    load_chunk(t)
+    if pairs is not None:
+        pl.when(t.me == 1)(t.fetch_beta)
+    t.channels(lambda: load_chunk(t))
     if keys.options.qk_norm and keys.blocks > 1:
         t.meet()
-    else:
-        plgpu.commit_smem()
     t.channels(lambda: operands(t, out, pairs is not None))
     if pairs is None:
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         return
     t.meet()
-    x = dots(t)
+    x = pair_dots(t)
     t.meet()  # from here on nobody reads a tile of the other
 
     @pl.when(t.me == 0)
     def _queries():
-        t.a_qk[...] = x.astype(BF16)
+        t.s.a_qk[...] = x.astype(BF16)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(t.a_qk, keys.place.tile(pairs.a_qk))
+        plgpu.copy_smem_to_gmem(t.s.a_qk, keys.place.tile(pairs.a_qk))
 
     @pl.when(t.me == 1)
     def _keys():
-        tile = t.back.at[1]  # its own, or nobody's
-        write_inverse(x, t.lower, t.beta, tile)
-        plgpu.copy_smem_to_gmem(tile, keys.place.tile(pairs.inverse))
+        plgpu.barrier_wait(t.barriers.beta.at[0])
+        plgpu.barrier_wait(t.barriers.taken)
+        write_lower(x, t.s.beta.at[0], t.s.lower)
+        plgpu.barrier_arrive(t.barriers.handed)
 
+
+def invert(t: Team, pairs: Pairs) -> None:
+    """What the third warpgroup does."""
+    t.fetch_beta()
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    plgpu.barrier_wait(t.barriers.beta.at[1])
+    plgpu.barrier_wait(t.barriers.handed)
+    write_inverse(t.s.lower, t.s.beta.at[1], t.s.inverse, t.turn.zero, written_out=False)
+    plgpu.barrier_arrive(t.barriers.taken)
+    plgpu.copy_smem_to_gmem(t.s.inverse, t.keys.place.tile(pairs.inverse))
 
 
 def prepare_kda(
-    x: KeyArrays, beta: jax.Array | None, heads: int, options: KeyOptions, config: PrepareConfig
+    x: KeyArrays, beta: jax.Array | None, heads: int, options: KeyOptions, programs: int
 ) -> tuple[Operands, Pairs | None]:
     """The operands of every chunk, and its pairs unless the caller has them: beta [B, HV, T], or None."""
     batch, padded, _, key_dim = x.q.shape
-    n_chunks, blocks, teams = padded // CHUNK, key_dim // BLOCK, config.teams
-    work = Work(batch, heads, n_chunks, workers=teams, programs=config.programs)
+    n_chunks, blocks = padded // CHUNK, key_dim // BLOCK
+    work = Work(batch, heads, n_chunks, workers=1, programs=programs)
     packed, given, with_pairs = x.resets is not None, options.kind.name == "given", beta is not None
     sources = [x.q, x.k, x.g, x.rates, x.bias, _patterns.stack(F16, *START), _patterns.stack(F16, *HALVING)]
-    sources += [jnp.zeros(1, jnp.int32)]
-    sources += [a for a in (beta, x.resets) if a is not None]
+    sources += [jnp.zeros(1, jnp.int32), *(a for a in (beta, x.resets) if a is not None)]
 
     def kernel(*refs: Any) -> None:
         q_g, k_g, g_g, rates_g, bias_g, starts_g, halving_g, zero_g, *refs = refs
         beta_g = refs.pop(0) if with_pairs else None
         resets_g = refs.pop(0) if packed else None
-        *outs, (buffers, loaded, met, window, ready) = refs
+        *outs, (buffers, *barriers) = refs
         out, pairs = Operands(*outs[:4]), Pairs(*outs[4:]) if with_pairs else None
-        starts_s, *buffers = buffers
-        wg = lax.axis_index("wg")
-        team, me = lax.div(wg, jnp.int32(2)), lax.rem(wg, jnp.int32(2))
         arrays = PrepareArrays(KeyArrays(q_g, k_g, g_g, rates_g, bias_g, resets_g), beta_g, starts_g, halving_g)
+        s, at, me = Tiles(*buffers), Barriers(*barriers), lax.axis_index("wg")
 
-        @pl.when(wg == 0)
-        def _():
-            for i in range(len(START)):
-                plgpu.copy_gmem_to_smem(starts_g.at[i], starts_s.at[i], ready)
+        def team(turn: Turn) -> Team:
+            slot = (turn.number & 1) + turn.zero
+            q, k = s.rows.at[slot, me * 0], s.rows.at[slot, me * 0 + 1]
+            return Team(me, turn, Keys(options, turn.place, heads, blocks, q, k, s.norms), arrays, s, at)
 
-        plgpu.barrier_wait(ready)
+        @pl.when(me < 2)
+        def _share():
+            first = work.place(work.first(0))
+            start = team(Turn(first, jnp.int32(0), jnp.int32(0), first, False))
 
-        def chunk(place: Place, slot: Any) -> None:
-            rows_s, norms_s, *mine = (None if buffer is None else buffer.at[slot] for buffer in buffers)
-            keys = Keys(options, place, heads, blocks, rows_s.at[me * 0], rows_s.at[me * 0 + 1], norms_s)
-            barriers = (barrier.at[team] for barrier in (loaded, met, window))
-            prepare_chunk(Team(me, keys, arrays, rows_s, *mine[:5], starts_s, *mine[5:], *barriers), out, pairs)
+            @start.channels
+            def _():
+                start.fetch(first, jnp.int32(0))
+                start.fetch_gate(first)
 
-        work.each_chunk(chunk, team, zero_g)
+            @pl.when(me == 0)
+            def _():
+                for i in range(len(START)):
+                    plgpu.copy_gmem_to_smem(starts_g.at[i], s.starts.at[i], at.started)
+
+            plgpu.barrier_wait(at.started)
+            work.each_chunk(lambda turn: share_chunk(team(turn), out, pairs), 0, zero_g)
+            if pairs is not None:
+                pl.when(me == 1)(lambda: plgpu.barrier_wait(at.taken))  # every arrival has to be observed
+
+        if pairs is not None:
+
+            @pl.when(me == 2)
+            def _invert():
+                plgpu.barrier_arrive(at.taken)
+                work.each_chunk(lambda turn: invert(team(turn), pairs), 0, zero_g)
+
         plgpu.wait_smem_to_gmem(0)
 
     shape = jax.ShapeDtypeStruct
     lead = (batch, heads, n_chunks)
     square = shape((*lead, CHUNK, CHUNK), BF16)
-    tiles = lambda *shape, dtype=BF16: tile_buffer(teams, *shape, CHUNK, BLOCK, dtype=dtype)
-    vector = lambda *shape: plgpu.SMEM((teams, *shape, CHUNK), F32)
+    tiles = lambda *shape, dtype=BF16: tile_buffer(*shape, CHUNK, BLOCK, dtype=dtype)
+    vectors = lambda *shape: plgpu.SMEM((*shape, CHUNK), F32)
     out = launch(
         kernel,
         tuple(sources),
@@ -270,27 +326,34 @@ def prepare_kda(
             *((square, square) if with_pairs else ()),
         ),
         grid={"program": work.used},
-        warpgroups=2 * teams,
-        buffers=(
-            tile_buffer(len(START), CHUNK, CHUNK, dtype=F16),
-            tiles(2, blocks),
-            vector(2, blocks),
-            tiles(blocks, dtype=F16),
-            tiles(2) if with_pairs else None,
-            tiles(blocks),
-            tiles() if with_pairs else None,
-            tiles(dtype=F16) if with_pairs else None,
-            None if given else vector(blocks),
-            vector() if packed else None,
-            vector() if with_pairs else None,
-            vector(blocks),
-            vector(blocks),
+        warpgroups=3 if with_pairs else 2,
+        buffers=Tiles(
+            starts=tiles(len(START), dtype=F16),
+            rows=tiles(2, 2, blocks),
+            raw=tiles(blocks, dtype=x.g.dtype),
+            norms=vectors(2, blocks),
+            g=tiles(blocks, dtype=F16),
+            k_out=tiles(blocks),
+            decay=vectors(blocks),
+            flags=vectors(blocks),
+            bias=None if given else vectors(2, blocks),
+            resets=vectors(2, blocks) if packed else None,
+            back=tiles(blocks) if with_pairs else None,
+            a_qk=tiles() if with_pairs else None,
+            pattern=tiles(dtype=F16) if with_pairs else None,
+            lower=tiles(dtype=F16) if with_pairs else None,
+            inverse=tiles() if with_pairs else None,
+            beta=vectors(2) if with_pairs else None,
         ),
-        barriers=(
-            plgpu.Barrier(num_arrivals=blocks * (2 + (not given)) + with_pairs + packed, num_barriers=teams),
-            plgpu.Barrier(num_arrivals=2, num_barriers=teams),
-            plgpu.Barrier(num_arrivals=1, num_barriers=teams),
-            plgpu.Barrier(num_arrivals=len(START)),
+        barriers=Barriers(
+            started=plgpu.Barrier(num_arrivals=len(START)),
+            loaded=plgpu.Barrier(num_arrivals=2 + (not given) + packed, num_barriers=4),
+            raw=plgpu.Barrier(num_barriers=2),
+            beta=plgpu.Barrier(num_barriers=2),
+            met=plgpu.Barrier(num_arrivals=2),
+            pattern=plgpu.Barrier(),
+            handed=plgpu.Barrier(),
+            taken=plgpu.Barrier(),
         ),
         name="jfla_prepare_kda",
     )

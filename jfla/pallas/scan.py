@@ -13,19 +13,18 @@ import jax
 
 from jfla._types import CHUNK
 from jfla.pallas._operands import K_IN, K_OUT, Q_IN, Operands, Pairs
-from jfla.pallas._tile import BF16, F32, dot, load, transposed, zeros
+from jfla.pallas._tile import BF16, F32, dot, dots, load, transposed, zeros
 from jfla.pallas._walk import BLOCK, Emit, Reads, Tiles, WalkConfig, walk
 
 
-def _written(state16: jax.Array, x: Tiles) -> jax.Array:
-    """v_new^T, what the chunk's tokens write."""
-    known = x.decays.tokens(dot(zeros(BLOCK, CHUNK), (state16, transposed(x.k_in))), K_IN)
-    error = load(transposed(x.values)).astype(F32) - known
+def _written(values: jax.Array, known: jax.Array, x: Tiles) -> jax.Array:
+    """v_new^T, what the chunk's tokens write; `known` is S^T k_in^T."""
+    error = values.astype(F32) - x.decays.tokens(known, K_IN)
     return dot(zeros(BLOCK, CHUNK), (error.astype(BF16), transposed(x.inverse)))
 
 
-def _next_state(state: jax.Array, v_new: jax.Array, x: Tiles) -> jax.Array:
-    return dot(x.decays.state(state), (x.decays.tokens(v_new, K_OUT).astype(BF16), x.k_out))
+def _outgoing(v_new: jax.Array, x: Tiles) -> jax.Array:
+    return x.decays.tokens(v_new, K_OUT).astype(BF16)
 
 
 def output_scan(
@@ -34,11 +33,13 @@ def output_scan(
     """o [B, T, HV, V] and the states after each part of time, transposed, [B, HV, P, V, K]."""
 
     def step(state: jax.Array, x: Tiles, emit: Emit) -> jax.Array:
-        state16 = state.astype(BF16)
-        v_new = _written(state16, x)
-        out = x.decays.tokens(dot(zeros(BLOCK, CHUNK), (state16, transposed(x.q_in))), Q_IN)
-        out = dot(out, (v_new.astype(BF16), transposed(x.a_qk)))
-        state = _next_state(state, v_new, x)
+        state16, zero, values = state.astype(BF16), zeros(BLOCK, CHUNK), load(transposed(x.values))
+        known, read = dots((zero, (state16, transposed(x.k_in))), (zero, (state16, transposed(x.q_in))))
+        v_new = _written(values, known, x)
+        state, out = dots(
+            (x.decays.state(state), (_outgoing(v_new, x), x.k_out)),
+            (x.decays.tokens(read, Q_IN), (v_new.astype(BF16), transposed(x.a_qk))),
+        )
         emit(0, out)
         return state
 
@@ -54,11 +55,11 @@ def state_scan(
     """S^T at each chunk's start [B, HV, N, V, K] and v_new [B, T, HV, V]: what the backward reads of the forward."""
 
     def step(state: jax.Array, x: Tiles, emit: Emit) -> jax.Array:
-        state16 = state.astype(BF16)
+        state16, values = state.astype(BF16), load(transposed(x.values))
         emit(0, state16)
-        v_new = _written(state16, x)
+        v_new = _written(values, dot(zeros(BLOCK, CHUNK), (state16, transposed(x.k_in))), x)
         emit(1, v_new)
-        return _next_state(state, v_new, x)
+        return dot(x.decays.state(state), (_outgoing(v_new, x), x.k_out))
 
     reads = Reads(False, True, None, pairs.inverse, v)
     emits = (_states(initial, v), jax.ShapeDtypeStruct(v.shape, BF16))
@@ -75,13 +76,14 @@ def adjoint_scan(
         dstate16 = dstate.astype(BF16)
         emit(0, dstate16)
         do = load(transposed(x.values))
-        dv_new = x.decays.tokens(dot(zeros(BLOCK, CHUNK), (dstate16, transposed(x.k_out))), K_OUT)
-        dv_new = dot(dv_new, (do, x.a_qk))
-        dv = dot(zeros(BLOCK, CHUNK), (dv_new.astype(BF16), x.inverse))
+        read, zero = x.decays.tokens(do.astype(F32), Q_IN).astype(BF16), zeros(BLOCK, CHUNK)
+        ahead, dv_new, dstate = dots(
+            (zero, (dstate16, transposed(x.k_out))), (zero, (do, x.a_qk)), (x.decays.state(dstate), (read, x.q_in))
+        )
+        dv_new = dv_new + x.decays.tokens(ahead, K_OUT)
+        dv = dot(zero, (dv_new.astype(BF16), x.inverse))
         emit(1, dv)
-        read = x.decays.tokens(do.astype(F32), Q_IN).astype(BF16)
-        erased = x.decays.tokens(-dv, K_IN).astype(BF16)
-        return dot(x.decays.state(dstate), (read, x.q_in), (erased, x.k_in))
+        return dot(dstate, (x.decays.tokens(-dv, K_IN).astype(BF16), x.k_in))
 
     reads = Reads(True, True, pairs.a_qk, pairs.inverse, do)
     emits = (_states(dfinal, do), jax.ShapeDtypeStruct(do.shape, BF16))
