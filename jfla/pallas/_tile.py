@@ -97,9 +97,8 @@ def unit_lower_inverse(tile: Any, zero: Any, written_out: bool) -> jax.Array:
 
     By doubling blocks, X <- X + X N' X with the N' of the squares that join two blocks: no power of N is formed, so it
     is as stable as substitution. float16 is 8 times finer than bfloat16 at the same cost, and wide enough: in a
-    recurrence that does not blow up the entries of N and X are bounded by beta |k_i| |k_j|. Written out, the levels take
-    fewer instructions, because with the level known most of a square's mask is; in a loop they take less of the
-    instruction cache.
+    recurrence that does not blow up the entries of N and X are bounded by beta |k_i| |k_j|. Written out, the levels
+    take fewer instructions, because with the level known most of a square's mask is; in a loop the code is shorter.
     """
     n, none = plgpu.load(tile, layout=WGMMA), zeros(CHUNK, CHUNK).astype(F16)
     row, column = index(0) + zero, index(1)

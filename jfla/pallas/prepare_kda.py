@@ -4,9 +4,9 @@ The decayed dots decay from the chunk's start, which takes one factor > 1, in th
 row becomes depends on no later token. In the other rows they go by halving: a square between two blocks of s tokens
 decays through their boundary, and both factors are <= 1, for s = 32, 16 .. 1, and last a token with itself.
 
-Every program takes chunks until none are left. Two warpgroups share a chunk: each makes the operands of 64 channels; then
-one multiplies the rows of q, the other those of k. A third inverts, while the two go on to the next chunk, which is in
-shared memory by then.
+Every program takes chunks until none are left. Two warpgroups share a chunk: each makes the operands of 64 channels,
+then one multiplies the rows of q, the other those of k. A third inverts, while the two go on to the next chunk, which
+is in shared memory by then.
 """
 
 from collections.abc import Callable

@@ -5,12 +5,14 @@ import numpy as np
 import pytest
 
 import jfla
+from jfla.pallas import _config
 from pallas.kernels import Call, check, inputs
 
 CALLS = [
-    Call("kda", "strong"),
-    Call("kda", "raw", time=64, key_dim=128),
+    Call("kda", "strong", key_dim=128),
+    Call("kda", "raw", time=64, key_dim=128, value_dim=128),
     Call("kda", "mixed", segments=4, betas="edge"),
+    Call("kda", "weak", time=130, group=1),
     Call("gdn", "strong", key_dim=128, dtype="float16"),
     Call("gdn", "raw", segments=4),
     Call("gdn", "mixed", time=65, betas="edge", repeated_keys=True),
@@ -23,10 +25,20 @@ def test_values_and_gradients(call):
         check(call, implementation="pallas")
 
 
-def test_causal_to_the_bit():
+@pytest.mark.parametrize("op", ["kda", "gdn"])
+def test_a_program_that_takes_several_chunks(op, monkeypatch):
+    monkeypatch.setattr(_config, "MULTIPROCESSORS", 1)
+    with jfla.pallas.interpret():
+        check(Call(op, "strong", time=200, key_dim=128), implementation="pallas")
+
+
+@pytest.mark.parametrize("factor", [0.5, 1e3])
+def test_causal_to_the_bit(factor):
+    """Also where a later token's gate is so strong that its rows, and only they, take the exact form."""
     arrays, _ = inputs(Call("kda", time=64))
     at = 21
     changed = {name: arrays[name].at[:, at:].set(arrays[name][:, :1] * 0.5) for name in ("q", "k", "v", "g", "beta")}
+    changed["g"] = changed["g"].at[:, at:].multiply(factor)
     names = ("q", "k", "v", "g", "beta")
     with jfla.pallas.interpret():
         first, second = (
