@@ -9,10 +9,10 @@ from jaxtyping import Array, Bool, Float
 from jfla._types import CHUNK, Inputs, Options
 from jfla.gates import Gate, log_decay, write_strength
 from jfla.packing import starts
+from jfla.pallas._chunk import Gradients
 from jfla.pallas._gate import LOG2E, STRONGEST, gate_kind, reset_rows, split_gate
 from jfla.pallas._keys import KeyArrays, KeyOptions
 from jfla.pallas._tile import BF16, F32
-from jfla.pallas.chunk_gradients import Gradients
 from jfla.prepare import without_padding
 
 # A write strength of 0 becomes this, so that its gradient can be read off what was written: 1.5e-8 is nothing, and its
@@ -101,7 +101,7 @@ def cotangents(inputs: Inputs, options: Options, grads: Gradients, dv: Array, d_
     batch, time, heads, key_dim = inputs.q.shape
     differentiable = (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta)
     # Under shard_map a kernel's result is not marked as varying over the mesh; what it is chosen with is.
-    varying = sum(jnp.ravel(x)[0].astype(F32) for x in differentiable)
+    varying = jnp.stack([jnp.ravel(x)[0].astype(F32) for x in differentiable]).sum()
     marked = lambda x: jnp.where(True, x, varying.astype(x.dtype))
     tokens = lambda x: without_padding(marked(x[:, :time]), inputs.segment_ids)
     by_token = lambda x: tokens(x.reshape(*x.shape[:2], -1).swapaxes(1, 2))
@@ -121,6 +121,6 @@ def cotangents(inputs: Inputs, options: Options, grads: Gradients, dv: Array, d_
     dbeta = by_token(grads.written) / at_least_smallest(beta) ** 2
     dg = tokens(grads.dg) if inputs.g.shape[-1] == key_dim else by_token(grads.dg)[..., None]
     dg, dgate, dbeta = adjoint((dg, dbeta))
-    d_initial = None if inputs.initial_state is None else marked(d_initial[:, :, 0].mT)
+    d_state = None if inputs.initial_state is None else marked(d_initial[:, :, 0].mT)
     dv = tokens(dv).astype(inputs.v.dtype)
-    return Inputs(to_queries(grads.dq), to_queries(grads.dk), dv, dg, dbeta, dgate, d_initial, None)
+    return Inputs(to_queries(grads.dq), to_queries(grads.dk), dv, dg, dbeta, dgate, d_state, None)

@@ -20,10 +20,11 @@ from jfla.pallas._arrays import (
     key_options,
     token_arrays,
 )
+from jfla.pallas._chunk import Ends
 from jfla.pallas._launch import interpreted
 from jfla.pallas._operands import Operands, Pairs
 from jfla.pallas._tile import BF16, F32
-from jfla.pallas.chunk_gradients import Ends, chunk_gradients
+from jfla.pallas.chunk_gradients import chunk_gradients
 from jfla.pallas.prepare_gdn import TokenArrays, prepare_gdn
 from jfla.pallas.prepare_kda import prepare_kda
 from jfla.pallas.scan import adjoint_scan, output_scan, state_scan

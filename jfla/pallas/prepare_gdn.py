@@ -130,17 +130,17 @@ def prepare_gdn(
     work = Work(batch, heads, n_chunks, workers=config.workers, programs=config.programs)
 
     def kernel(*refs: Any) -> None:
-        q_g, k_g, g_g, *refs = refs
-        beta_g = refs.pop(0) if with_pairs else None
-        zero_g, factors_o, before_o, *pair_o, (buffers, loaded) = refs
+        q_g, k_g, g_g, *rest = refs
+        beta_g = rest.pop(0) if with_pairs else None
+        zero_g, factors_o, before_o, *pair_o, (buffers, loaded) = rest
         wg = lax.axis_index("wg")
 
         def chunk(turn: Turn) -> None:
             place = turn.place
             mine = [None if buffer is None else buffer.at[wg + turn.zero] for buffer in buffers]
-            q_s, k_s, norms_s, lower_s, *vectors = mine
+            q_s, k_s, norms_s, lower_s, g_s, before_s, beta_s, factors_s = mine
             keys = Keys(options, place, heads, blocks, q_s, k_s, norms_s)
-            w = Worker(keys, lower_s, *vectors, loaded.at[wg], turn.zero)
+            w = Worker(keys, lower_s, g_s, before_s, beta_s, factors_s, loaded.at[wg], turn.zero)
             load_chunk(w, q_g, k_g, TokenArrays(g_g, beta_g))
             write_factors(w)
             plgpu.commit_smem()

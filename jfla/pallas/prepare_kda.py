@@ -270,10 +270,10 @@ def prepare_kda(
     sources += [jnp.zeros(1, jnp.int32), *(a for a in (beta, x.resets) if a is not None)]
 
     def kernel(*refs: Any) -> None:
-        q_g, k_g, g_g, rates_g, bias_g, starts_g, halving_g, zero_g, *refs = refs
-        beta_g = refs.pop(0) if with_pairs else None
-        resets_g = refs.pop(0) if packed else None
-        *outs, (buffers, *barriers) = refs
+        q_g, k_g, g_g, rates_g, bias_g, starts_g, halving_g, zero_g, *rest = refs
+        beta_g = rest.pop(0) if with_pairs else None
+        resets_g = rest.pop(0) if packed else None
+        *outs, (buffers, *barriers) = rest
         out, pairs = Operands(*outs[:4]), Pairs(*outs[4:]) if with_pairs else None
         arrays = PrepareArrays(KeyArrays(q_g, k_g, g_g, rates_g, bias_g, resets_g), beta_g, starts_g, halving_g)
         s, at, me = Tiles(*buffers), Barriers(*barriers), lax.axis_index("wg")
