@@ -49,8 +49,8 @@ def describe(op: str, key_dim: int, value_dim: int, raw: bool, batch: int) -> tu
     return inputs, Options(0.1, None, raw, not raw, None)
 
 
-# Bytes that a kernel of KDA may spill; those of GDN spill nothing. Both kernels have a loop that only chunks with strong
-# gates enter, and the compiler keeps what that loop needs. Written down so that it does not grow.
+# Bytes that a kernel of KDA may spill; those of GDN spill nothing. Both have a loop that only chunks with strong gates
+# enter, and the compiler keeps what that loop needs. Written down so that it does not grow.
 SPILLS = {"jfla_prepare_kda": 300, "jfla_chunk_gradients": 800}
 
 

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 import jfla
-from jfla.pallas import _config
-from pallas.kernels import Call, check, inputs
+from jfla.pallas import _config, _patterns
+from pallas.kernels import TOLERANCE, Call, check, inputs, results
 
 CALLS = [
     Call("kda", "strong", key_dim=128),
@@ -47,6 +47,26 @@ def test_causal_to_the_bit(factor):
     first, second = (np.asarray(x.astype("float32")) for x in (first, second))
     np.testing.assert_array_equal(first[:, :at], second[:, :at])
     assert (first[:, at:] != second[:, at:]).any()
+
+
+@pytest.mark.parametrize("gates", ["strong", "weak"])
+def test_chunks_with_usual_gates_take_the_fast_form(gates):
+    arrays, _ = inputs(Call("kda", gates, batch=4, time=64 * 16, heads=2, key_dim=128))
+    log2 = np.asarray(arrays["g"], np.float64) / np.log(2)
+    decays = log2.reshape(4, 16, 64, -1).sum(axis=2).min(axis=-1)
+    assert np.mean(decays > -_patterns.FAST_RANGE) > 0.99
+
+
+def test_a_chunk_with_one_strong_gate_takes_the_exact_form_and_stays_right():
+    call = Call("kda", "weak", time=64, group=1)
+    arrays, rest = inputs(call)
+    arrays["g"] = arrays["g"].at[:, 30, :, 5].set(-300.0)
+    with jfla.pallas.interpret():
+        got = results(lambda *a, **k: jfla.chunk_kda(*a, **k, implementation="pallas"), arrays, rest)
+    want = results(lambda *a, **k: jfla.chunk_kda(*a, **k, implementation="xla"), arrays, rest)
+    for name, x in want.items():
+        x, y = (np.asarray(z, np.float64) for z in (x, got[name]))
+        assert np.linalg.norm(x - y) <= TOLERANCE[name] * np.linalg.norm(x), name
 
 
 @pytest.mark.parametrize(
