@@ -208,7 +208,8 @@ for ax, op in zip(axes, ("kda", "gdn")):
 axes[0].set_ylabel("relative error")
 axes[1].legend(handles=handles[: len(names)], fontsize=8, loc="lower right")
 plt.show()
-assert all(row.errors for row in timed)
+# Beyond T = 16384 gradients are not checked, so "backward" has no error there.
+assert all(row.errors for row in timed if row.timed != "backward" or "T65536" not in row.shape)
 
 # %% [markdown]
 # The figures belong to the device, the date and the versions above, and to no other. How calls are timed stands in
