@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -11,9 +12,8 @@ from jfla.pallas._keys import KeyArrays, Keys
 from jfla.pallas._patterns import Window
 from jfla.pallas._tile import BF16, F32
 
-LEVELS = 6
 ENDS = (_patterns.ALL, _patterns.BEFORE, _patterns.AFTER)
-KDA_STEPS = (*ENDS, *map(_patterns.stretch, reversed(range(LEVELS))))
+KDA_STEPS = (*ENDS, *map(_patterns.stretch, reversed(range(_patterns.LEVELS))))
 GDN_STEPS = (_patterns.BEFORE, *ENDS)
 
 
@@ -36,36 +36,90 @@ class Gradients(NamedTuple):
     written: Any
 
 
-class Chunk(NamedTuple):
-    """The references of one warpgroup in one chunk. Tiles are [C, 64]; a state takes one for each 64 of V."""
+class Sources(NamedTuple):
+    """Device memory. `before` [B, HV, N, C] is GDN's running sum of log2 decay; `sums` and `adjoints` are patterns."""
 
-    me: Any
-    keys: Keys
-    arrays: KeyArrays
-    states: Any  # [4] tiles of this warpgroup's channels: S^T, then from 2 on dS^T
-    value_blocks: int
+    keys: KeyArrays
+    ends: Ends
+    before: Any
+    sums: Any
+    adjoints: Any
+
+
+class Tiles(NamedTuple):
+    """Shared memory. Tiles are [C, 64], vectors [C]; `blocks` counts 64 channels, `value_blocks` 64 of V."""
+
+    q: Any  # [blocks] tiles
+    k: Any
+    norms: Any  # [2, blocks] vectors
+    states: Any  # [blocks, 4] tiles: S^T, then from 2 on dS^T; afterwards scratch
     v_new: Any  # [value_blocks] tiles
     do: Any
     dv: Any
-    weights: Any  # [2] tiles: W_q with its diagonal, W_k + W_k^T
+    weights: Any  # [2] tiles: W_q and W_k, strictly lower
+    rows: Any  # [2, 2] vectors: parts of GDN's dg
+    along: Any  # [2, blocks] vectors: what of dq and dk lies along q and k (qk_norm)
+    written: Any  # vector: dv . v_new
+    own: Any  # vector: the diagonal of W_q
+    flags: Any  # [blocks] vectors: the strongest sum of decays up to a token (KDA)
+    adjoints: Any  # [2] tiles: a pattern for each warpgroup
+    before: Any  # vector (GDN)
     g: Any  # [blocks] float16 tiles (KDA)
-    before: Any  # [C] running sum of log2 decay (GDN)
-    rows: Any  # [2, 2, C]: parts of GDN's dg
-    along: Any  # [2, blocks, C]: what of dq and dk lies along q and k (qk_norm)
-    sums: Any  # Window, KDA
-    adjoints: Window
-    other: Any  # barrier
+    bias: Any  # [blocks, 64] (KDA)
+    resets: Any  # vector, packed KDA
+    sums: Any  # [2] float16 tiles: as `adjoints`, for KDA's sums
 
-    def at(self, n: int) -> Any:
+
+class Barriers(NamedTuple):
+    """What was copied in is waited for in the order in which it is needed."""
+
+    keys: Any
+    values: Any
+    states: Any
+    met: Any
+    sums: Any  # [2 warpgroups], KDA
+    adjoints: Any
+
+
+class Chunk(NamedTuple):
+    """One warpgroup at one chunk. `zero` is 0, which the compiler cannot know; so is `here`, in one stage."""
+
+    me: Any
+    zero: Any
+    here: Any
+    keys: Keys
+    source: Sources
+    s: Tiles
+    barriers: Barriers
+    value_blocks: int
+
+    def anew(self, stage: int) -> "Chunk":
+        """The same for another stage, 0 .. 31, of which the compiler knows nothing yet.
+
+        It would compute addresses and masks once and keep them in registers from the first stage to the last.
+        """
+        here = self.zero & (1 << stage)
+        keys = self.keys._replace(place=self.keys.place._replace(chunk=self.keys.place.chunk + here))
+        return self._replace(me=self.me + here, keys=keys, here=here)
+
+    @property
+    def sums(self) -> Window:
+        return Window(self.source.sums, self.s.sums.at[self.me], self.barriers.sums.at[self.me])
+
+    @property
+    def adjoints(self) -> Window:
+        return Window(self.source.adjoints, self.s.adjoints.at[self.me], self.barriers.adjoints.at[self.me])
+
+    def at(self, n: Any) -> Any:
         """n, traced: a reference indexed by a Python int cannot be closed over by the accumulators of `dot`."""
-        return self.me * 0 + n
+        return self.here + n
 
     def values(self) -> list[Any]:
         return [self.at(n) for n in range(self.value_blocks)]
 
     def exponent(self, step: Any) -> jax.Array:
         """KDA: the sums of step `step` of KDA_STEPS, [C, 64]."""
-        x = self.sums.sums(self.g.at[self.me])
+        x = self.sums.sums(self.s.g.at[self.me])
         self.next(self.sums, step, len(KDA_STEPS))
         return x
 
@@ -82,25 +136,31 @@ class Chunk(NamedTuple):
         pl.when(wanted & (self.me < self.keys.blocks))(lambda: window.fetch(step + 1))
 
     def fetch(self, step: int) -> None:
-        for window in (self.sums, self.adjoints):
-            if window is not None:
-                window.fetch(step)
+        self.adjoints.fetch(step)
+        if self.source.sums is not None:
+            self.sums.fetch(step)
 
     def meet(self) -> None:
-        """Waits for the warpgroup of the other channels, if there is one."""
+        """Waits for the other warpgroup."""
         plgpu.commit_smem()
-        if self.keys.blocks > 1:
-            plgpu.barrier_arrive(self.other)
-            plgpu.barrier_wait(self.other)
+        plgpu.barrier_arrive(self.barriers.met)
+        plgpu.barrier_wait(self.barriers.met)
+
+    def meet_channels(self) -> None:
+        """Waits for the warpgroup of the other channels, if there is one."""
+        self.meet() if self.keys.blocks > 1 else plgpu.commit_smem()
+
+    def state(self, n: Any) -> Any:
+        return self.s.states.at[jax.lax.rem(self.me, jnp.int32(self.keys.blocks)), self.at(n)]
 
     def scratch(self, n: int) -> Any:
         """A tile that is free once the states are read (0, 1) or once both warpgroups have met them (2, 3)."""
-        return self.states.at[self.at(n)] if n < 2 else (self.do, self.dv)[n - 2].at[self.me]
+        return self.state(n) if n < 2 else (self.s.do, self.s.dv)[n - 2].at[self.me]
 
-    def split(self, z: jax.Array) -> list[Any]:
-        """z as two bf16 tiles, in scratch 0 and 1."""
+    def split(self, z: jax.Array, first: int = 0) -> list[Any]:
+        """z as two bf16 tiles, in scratch `first` and the next."""
         high = z.astype(BF16)
-        tiles = [self.scratch(0), self.scratch(1)]
+        tiles = [self.scratch(first), self.scratch(first + 1)]
         tiles[0][...] = high
         tiles[1][...] = (z - high.astype(F32)).astype(BF16)
         plgpu.commit_smem()

@@ -8,7 +8,7 @@ MULTIPROCESSORS = 132
 
 
 def prepare_gdn_config(key_dim: int) -> prepare_gdn.PrepareConfig:
-    return prepare_gdn.PrepareConfig(workers=2, programs=MULTIPROCESSORS)
+    return prepare_gdn.PrepareConfig(workers=3, programs=MULTIPROCESSORS)
 
 
 def scan_config(key_dim: int, value_dim: int, sequences: int) -> WalkConfig:

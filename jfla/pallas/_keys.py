@@ -72,18 +72,19 @@ class Keys(NamedTuple):
     def reread(self, which: int, source: Any, b: Any) -> jax.Array:
         """The same as `read` from device memory, when the tile holds something else by now."""
         view = self.place.rows(source, self.value_heads, pl.ds(b * BLOCK, BLOCK))
-        y = plgpu.load(view, layout=WGMMA, optimized=False).astype(F32) * self.scale(which)
-        return y * per_row(self.factor(which), BLOCK) if self.options.qk_norm else y
+        return self._normalised(which, plgpu.load(view, layout=WGMMA, optimized=False)) * self.scale(which)
 
     def unit(self, which: int, b: Any) -> jax.Array:
         """[C, 64] float32 of q or k: normalised under qk_norm."""
-        y = load((self.q, self.k)[which].at[b]).astype(F32)
-        return y * per_row(self.factor(which), BLOCK) if self.options.qk_norm else y
+        return self._normalised(which, load((self.q, self.k)[which].at[b]))
 
     def read(self, which: int, b: Any) -> jax.Array:
         """[C, 64] float32, as the recurrence reads it: q is scaled."""
-        x = self.unit(which, b)
-        return x * self.options.scale if which == Q else x
+        return self.unit(which, b) * self.scale(which)
+
+    def _normalised(self, which: int, y: jax.Array) -> jax.Array:
+        y = y.astype(F32)
+        return y * per_row(self.factor(which), BLOCK) if self.options.qk_norm else y
 
     def raw_gate(self, arrays: KeyArrays, b: Any) -> jax.Array:
         """A block of g as the caller passed it, straight from device memory."""

@@ -1,7 +1,7 @@
 """Which tokens' decays add up, as matrices of ones for the tensor cores: one at a time in shared memory, one coming.
 
-Every exponent is a sum of decays over a stretch of tokens, (matrix of ones) @ g: nothing is ever subtracted, so no gate
-is too strong and a strong one costs the weak ones after it no digit. The adjoint is the transposed matrix. The matrices
+Every exponent is a sum of decays over a stretch of tokens, (matrix of ones) @ g, and none is the difference of two: a
+strong gate costs the weak ones after it no digit. The adjoint is the transposed matrix. The matrices
 come from memory: a pattern that is known at compile time, as an operand in registers, is put there too late for the
 tensor cores, and part of it is missing.
 """
@@ -20,6 +20,8 @@ from jfla.pallas._tile import F16, dot, transposed, zeros
 GATE_SCALE = 256.0
 # Sums (log2) that may be taken backwards: 2^110 leaves bfloat16 room for k, and 2^-110 for q.
 FAST_RANGE = 110.0
+
+LEVELS = 6  # halvings of a chunk
 
 _ROW, _COLUMN = np.indices((CHUNK, CHUNK))
 BEFORE = _COLUMN <= _ROW  # from the chunk's start to the token

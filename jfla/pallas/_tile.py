@@ -33,8 +33,13 @@ def zeros(rows: int, columns: int) -> jax.Array:
 
 
 def index(axis: int, rows: int = CHUNK, columns: int = CHUNK) -> jax.Array:
-    """The row (0) or column (1) number of every element."""
-    return plgpu.broadcasted_iota(jnp.int32, (rows, columns), axis, layout=WGMMA)
+    """The row (0) or column (1) number of every element.
+
+    Broadcast from one line: as an array of two dimensions every element's number would be kept in a register.
+    """
+    if axis == 0:
+        return per_row(plgpu.broadcasted_iota(jnp.int32, (rows,), 0, layout=ROWS), columns)
+    return per_column(plgpu.broadcasted_iota(jnp.int32, (columns,), 0, layout=COLS), rows)
 
 
 def per_row(x: jax.Array, columns: int) -> jax.Array:
@@ -92,28 +97,31 @@ def apart(level: Any) -> jax.Array:
     return shift(index(0), level) ^ shift(index(1), level)
 
 
-def unit_lower_inverse(tile: Any, zero: Any, written_out: bool) -> jax.Array:
-    """(I - N)^-1 of the strictly lower N in a float16 tile, which it overwrites. `zero`: see Turn.
+def unit_lower_inverse(lower: Any, work: Any, zero: Any, written_out: bool) -> jax.Array:
+    """(I - N)^-1 of the strictly lower N in a float16 tile; `work` is another one. `zero`: see Turn.
 
     By doubling blocks, X <- X + X N' X with the N' of the squares that join two blocks: no power of N is formed, so it
     is as stable as substitution. float16 is 8 times finer than bfloat16 at the same cost, and wide enough: in a
     recurrence that does not blow up the entries of N and X are bounded by beta |k_i| |k_j|. Written out, the levels
     take fewer instructions, because with the level known most of a square's mask is; in a loop the code is shorter.
     """
-    n, none = plgpu.load(tile, layout=WGMMA), zeros(CHUNK, CHUNK).astype(F16)
-    row, column = index(0) + zero, index(1)
-    square = lambda level: jnp.where(shift(row, level) ^ shift(column, level) == 1, n, none)
+    none = zeros(CHUNK, CHUNK).astype(F16)
+
+    def square(level: Any, zero: Any) -> jax.Array:
+        row, column = index(0) + zero, index(1) + zero
+        return jnp.where(shift(row, level) ^ shift(column, level) == 1, plgpu.load(lower, layout=WGMMA), none)
 
     def double(level: Any, x: jax.Array) -> jax.Array:
         x16 = x.astype(F16)
-        tile[...] = x16
+        work[...] = x16
         plgpu.commit_smem()
-        right = dot(zeros(CHUNK, CHUNK), (square(level), tile)).astype(F16)
-        tile[...] = right
+        right = dot(zeros(CHUNK, CHUNK), (square(level, zero * level), work)).astype(F16)
+        work[...] = right
         plgpu.commit_smem()
-        return dot(x, (x16, tile))
+        return dot(x, (x16, work))
 
-    x = jnp.where(row == column, zeros(CHUNK, CHUNK) + 1.0, square(0).astype(F32))
+    diagonal = index(0) + zero == index(1) + zero
+    x = jnp.where(diagonal, zeros(CHUNK, CHUNK) + 1.0, square(0, zero).astype(F32))
     if not written_out:
         return lax.fori_loop(1, 6, double, x)
     for level in range(1, 6):
@@ -150,7 +158,7 @@ def write_lower(lower: jax.Array, beta: Any, tile: Any) -> None:
     plgpu.commit_smem()
 
 
-def write_inverse(tile: Any, beta: Any, out: Any, zero: Any, written_out: bool) -> None:
-    """(I + diag(beta) L)^-1 diag(beta) into a bf16 tile, from what `write_lower` left."""
-    out[...] = Roots(beta).around(unit_lower_inverse(tile, zero, written_out), signed_rows=False).astype(BF16)
+def write_inverse(lower: Any, work: Any, beta: Any, out: Any, zero: Any, written_out: bool) -> None:
+    """(I + diag(beta) L)^-1 diag(beta) into a bf16 tile, from what `write_lower` left; `work` is a float16 tile."""
+    out[...] = Roots(beta).around(unit_lower_inverse(lower, work, zero, written_out), signed_rows=False).astype(BF16)
     plgpu.commit_smem()

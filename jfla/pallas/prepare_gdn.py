@@ -36,6 +36,9 @@ from jfla.pallas._tile import (
 from jfla.pallas._work import Turn, Work
 
 
+WRITTEN_OUT = True
+
+
 class PrepareConfig(NamedTuple):
     """workers: warpgroups of one program. programs: at most."""
 
@@ -54,7 +57,8 @@ class Worker(NamedTuple):
     """The references of one warpgroup and its chunk."""
 
     keys: Keys
-    lower: Any  # float16 tile, what is inverted
+    lower: Any  # float16 tiles: what is inverted, and where
+    work: Any
     g: Any  # [C] each
     before: Any
     beta: Any
@@ -63,7 +67,7 @@ class Worker(NamedTuple):
     zero: Any
 
     def at(self, n: int) -> Any:
-        return self.keys.place.chunk * 0 + n  # `dot` cannot close over a reference that a Python int indexed
+        return self.zero + n  # `dot` cannot close over a reference that a Python int indexed
 
 
 def load_chunk(w: Worker, q: Any, k: Any, tokens: TokenArrays) -> None:
@@ -110,13 +114,13 @@ def write_pairs(w: Worker, pairs: Pairs) -> None:
         return x * pair_decay(w.before)
 
     # What is stored takes the place of what the dots have read.
-    lower, a_tile, inverse = dots(K), keys.q.at[0], keys.k.at[0]
+    lower, a_tile, inverse = dots(K), keys.q.at[w.at(0)], keys.k.at[w.at(0)]
     a_qk = jnp.where(index(1) <= index(0), dots(Q), zeros(CHUNK, CHUNK)).astype(BF16)
     a_tile[...] = a_qk
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(a_tile, place.tile(pairs.a_qk))
     write_lower(lower, w.beta, w.lower)
-    write_inverse(w.lower, w.beta, inverse, w.zero, written_out=True)
+    write_inverse(w.lower, w.work, w.beta, inverse, w.zero, written_out=WRITTEN_OUT)
     plgpu.copy_smem_to_gmem(inverse, place.tile(pairs.inverse))
 
 
@@ -138,9 +142,9 @@ def prepare_gdn(
         def chunk(turn: Turn) -> None:
             place = turn.place
             mine = [None if buffer is None else buffer.at[wg + turn.zero] for buffer in buffers]
-            q_s, k_s, norms_s, lower_s, g_s, before_s, beta_s, factors_s = mine
+            q_s, k_s, norms_s, lower_s, work_s, g_s, before_s, beta_s, factors_s = mine
             keys = Keys(options, place, heads, blocks, q_s, k_s, norms_s)
-            w = Worker(keys, lower_s, g_s, before_s, beta_s, factors_s, loaded.at[wg], turn.zero)
+            w = Worker(keys, lower_s, work_s, g_s, before_s, beta_s, factors_s, loaded.at[wg], turn.zero)
             load_chunk(w, q_g, k_g, TokenArrays(g_g, beta_g))
             write_factors(w)
             plgpu.commit_smem()
@@ -169,6 +173,7 @@ def prepare_gdn(
             tiles(blocks) if with_keys else None,
             tiles(blocks) if with_keys else None,
             vector(2, blocks),
+            tiles(dtype=F16) if with_pairs else None,
             tiles(dtype=F16) if with_pairs else None,
             vector(),
             vector(),

@@ -46,7 +46,7 @@ from jfla.pallas._tile import (
 from jfla.pallas._work import Turn, Work
 
 START = (_patterns.BEFORE, _patterns.AFTER)
-HALVING = (*map(_patterns.stretch, reversed(range(6))), np.zeros((CHUNK, CHUNK), bool))
+HALVING = (*map(_patterns.stretch, reversed(range(_patterns.LEVELS))), np.zeros((CHUNK, CHUNK), bool))
 
 
 class PrepareArrays(NamedTuple):
@@ -75,6 +75,7 @@ class Tiles(NamedTuple):
     a_qk: Any  # one tile
     pattern: Any  # one float16 tile of HALVING
     lower: Any  # one float16 tile, what is inverted
+    work: Any  # one float16 tile
     inverse: Any  # one tile
     beta: Any  # [2, C]: for the second and the third warpgroup
 
@@ -102,7 +103,24 @@ class Team(NamedTuple):
 
     def all(self, tiles: Any) -> list[Any]:
         """Every block's tile; traced numbers, because `dot` cannot close over a reference that a Python int indexed."""
-        return [tiles.at[self.me * 0 + b] for b in range(self.keys.blocks)]
+        return [tiles.at[self.turn.zero + b] for b in range(self.keys.blocks)]
+
+    def rows_with(self, columns: Any) -> jax.Array:
+        """[C, C]: this warpgroup's rows, q or k, times the columns' tiles."""
+        rows = self.all(self.s.rows.at[self.turn.number & 1, self.me])
+        return dot(zeros(CHUNK, CHUNK), *[(a, transposed(b)) for a, b in zip(rows, self.all(columns))])
+
+    def anew(self, zero: Any) -> "Team":
+        """The same, of which the compiler knows nothing yet.
+
+        It would compute what both need once, before a loop that few chunks enter, and keep it in registers meanwhile.
+        """
+        chunk = self.keys.place.chunk + zero
+        slot, rows = self.turn.number & 1, self.s.rows
+        keys = self.keys._replace(
+            place=self.keys.place._replace(chunk=chunk), q=rows.at[slot, zero], k=rows.at[slot, zero + 1]
+        )
+        return self._replace(me=self.me + zero, turn=self.turn._replace(zero=zero), keys=keys)
 
     def meet(self) -> None:
         """Of the two warpgroups that share the chunk."""
@@ -147,8 +165,8 @@ def operands(t: Team, out: Operands, pairs: bool) -> None:
     columns = pl.ds(b * BLOCK, BLOCK)
     sums = lambda pattern: dot(zeros(CHUNK, BLOCK), (pattern, t.s.g.at[b]))
     k = keys.read(K, b)
-    t.s.k_out.at[b][...] = (k * jnp.exp2(sums(t.s.starts.at[b * 0 + 1]))).astype(BF16)
-    before = sums(t.s.starts.at[b * 0])
+    t.s.k_out.at[b][...] = (k * jnp.exp2(sums(t.s.starts.at[t.turn.zero + 1]))).astype(BF16)
+    before = sums(t.s.starts.at[t.turn.zero])
     if pairs:
         t.s.flags.at[b][...] = jnp.min(before, axis=1)
         t.s.back.at[b][...] = (keys.read(K, b) * jnp.exp2(jnp.minimum(-before, FAST_RANGE))).astype(BF16)
@@ -156,7 +174,7 @@ def operands(t: Team, out: Operands, pairs: bool) -> None:
     keys.k.at[b][...] = (keys.read(K, b) * e).astype(BF16)
     keys.q.at[b][...] = (keys.read(Q, b) * e).astype(BF16)
     # Column 0 of BEFORE is all ones: the sums of all tokens, channels as rows, so that no warp needs another.
-    total = dot(zeros(BLOCK, CHUNK), (transposed(t.s.g.at[b]), t.s.starts.at[b * 0]))
+    total = dot(zeros(BLOCK, CHUNK), (transposed(t.s.g.at[b]), t.s.starts.at[t.turn.zero]))
     t.s.decay.at[b][...] = jnp.exp2(jnp.sum(jnp.where(index(1) == 0, total, zeros(BLOCK, CHUNK)), axis=1))
     plgpu.commit_smem()
     for source, target in zip((keys.q, keys.k, t.s.k_out), out[:3]):
@@ -166,35 +184,30 @@ def operands(t: Team, out: Operands, pairs: bool) -> None:
 
 def pair_dots(t: Team) -> jax.Array:
     """[C, C]: q_i . k_j (this is the first warpgroup) or k_i . k_j with the decay from j to i, for j <= i."""
-    zero = zeros(CHUNK, CHUNK)
-
-    rows = t.all(t.s.rows.at[t.turn.number & 1, t.me])
-    rows_with = lambda columns: dot(zero, *[(a, transposed(b)) for a, b in zip(rows, t.all(columns))])
-    x = jnp.where(index(1) <= index(0), rows_with(t.s.back), zero)
+    x = jnp.where(index(1) <= index(0), t.rows_with(t.s.back), zeros(CHUNK, CHUNK))
     lowest = [plgpu.load(flags, layout=COLS) for flags in t.all(t.s.flags)]
     exact = jnp.min(lowest[0] if len(lowest) == 1 else jnp.minimum(*lowest)) <= -FAST_RANGE
-    return lax.fori_loop(0, jnp.where(exact, len(HALVING), 0), lambda i, x: halve(t, i, x, rows_with), x)
+    return lax.fori_loop(0, jnp.where(exact, len(HALVING), 0), lambda i, x: halve(t, i, x), x)
 
 
-def halve(t: Team, i: Any, x: jax.Array, rows_with: Callable[[Any], jax.Array]) -> jax.Array:
+def halve(t: Team, i: Any, x: jax.Array) -> jax.Array:
     """Replaces the squares of level 5 - i, and last the diagonal, in the rows that the gates are too strong for."""
-    # What is read again has to be read in here: before the loop it would cost the chunks that do not need it.
-    chunk = t.keys.place.chunk + (i & t.turn.zero)
-    keys = t.keys._replace(place=t.keys.place._replace(chunk=chunk))
+    t = t.anew(i & t.turn.zero)
+    keys, pattern = t.keys, t.s.pattern.at[t.turn.zero]
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     t.meet()  # nobody reads the tiles and the pattern any more
-    pl.when(t.me == 1)(lambda: plgpu.copy_gmem_to_smem(t.arrays.halving.at[i], t.s.pattern, t.barriers.pattern))
+    pl.when(t.me == 1)(lambda: plgpu.copy_gmem_to_smem(t.arrays.halving.at[i], pattern, t.barriers.pattern))
     plgpu.barrier_wait(t.barriers.pattern)
 
     @t.channels
     def _():
         b = t.me
-        e = jnp.exp2(dot(zeros(CHUNK, BLOCK), (t.s.pattern, t.s.g.at[b])))
+        e = jnp.exp2(dot(zeros(CHUNK, BLOCK), (pattern, t.s.g.at[b])))
         for which, tile, source in ((Q, keys.q, t.arrays.keys.q), (K, keys.k, t.arrays.keys.k)):
             tile.at[b][...] = (keys.reread(which, source, b) * e).astype(BF16)
 
     t.meet()
-    new = rows_with(keys.k)
+    new = t.rows_with(keys.k)
     level, differ = jnp.maximum(5 - i, 0), jnp.where(i < 6, 1, 0)
     late = shift(index(0), level) & differ
     square = (apart(level) == differ) & (late == differ)
@@ -235,15 +248,16 @@ def share_chunk(t: Team, out: Operands, pairs: Pairs | None) -> None:
 
     @pl.when(t.me == 0)
     def _queries():
-        t.s.a_qk[...] = x.astype(BF16)
+        a_qk = t.s.a_qk.at[t.turn.zero]
+        a_qk[...] = x.astype(BF16)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(t.s.a_qk, keys.place.tile(pairs.a_qk))
+        plgpu.copy_smem_to_gmem(a_qk, keys.place.tile(pairs.a_qk))
 
     @pl.when(t.me == 1)
     def _keys():
         plgpu.barrier_wait(t.barriers.beta.at[0])
         plgpu.barrier_wait(t.barriers.taken)
-        write_lower(x, t.s.beta.at[0], t.s.lower)
+        write_lower(x, t.s.beta.at[t.turn.zero], t.s.lower.at[t.turn.zero])
         plgpu.barrier_arrive(t.barriers.handed)
 
 
@@ -253,9 +267,11 @@ def invert(t: Team, pairs: Pairs) -> None:
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     plgpu.barrier_wait(t.barriers.beta.at[1])
     plgpu.barrier_wait(t.barriers.handed)
-    write_inverse(t.s.lower, t.s.beta.at[1], t.s.inverse, t.turn.zero, written_out=False)
+    zero = t.turn.zero
+    lower, work, out = (x.at[zero] for x in (t.s.lower, t.s.work, t.s.inverse))
+    write_inverse(lower, work, t.s.beta.at[zero + 1], out, zero, written_out=False)
     plgpu.barrier_arrive(t.barriers.taken)
-    plgpu.copy_smem_to_gmem(t.s.inverse, t.keys.place.tile(pairs.inverse))
+    plgpu.copy_smem_to_gmem(out, t.keys.place.tile(pairs.inverse))
 
 
 def prepare_kda(
@@ -279,9 +295,10 @@ def prepare_kda(
         s, at, me = Tiles(*buffers), Barriers(*barriers), lax.axis_index("wg")
 
         def team(turn: Turn) -> Team:
-            slot = (turn.number & 1) + turn.zero
-            q, k = s.rows.at[slot, me * 0], s.rows.at[slot, me * 0 + 1]
-            return Team(me, turn, Keys(options, turn.place, heads, blocks, q, k, s.norms), arrays, s, at)
+            here = me + turn.zero
+            slot = turn.number & 1
+            q, k = s.rows.at[slot, turn.zero], s.rows.at[slot, turn.zero + 1]
+            return Team(here, turn, Keys(options, turn.place, heads, blocks, q, k, s.norms), arrays, s, at)
 
         @pl.when(me < 2)
         def _share():
@@ -339,10 +356,11 @@ def prepare_kda(
             bias=None if given else vectors(2, blocks),
             resets=vectors(2, blocks) if packed else None,
             back=tiles(blocks) if with_pairs else None,
-            a_qk=tiles() if with_pairs else None,
-            pattern=tiles(dtype=F16) if with_pairs else None,
-            lower=tiles(dtype=F16) if with_pairs else None,
-            inverse=tiles() if with_pairs else None,
+            a_qk=tiles(1) if with_pairs else None,
+            pattern=tiles(1, dtype=F16) if with_pairs else None,
+            lower=tiles(1, dtype=F16) if with_pairs else None,
+            work=tiles(1, dtype=F16) if with_pairs else None,
+            inverse=tiles(1) if with_pairs else None,
             beta=vectors(2) if with_pairs else None,
         ),
         barriers=Barriers(
