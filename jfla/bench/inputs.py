@@ -1,5 +1,6 @@
 """Draws the inputs of a case: random, never zeros, and the same arrays for every implementation."""
 
+import dataclasses
 import functools
 
 import jax
@@ -35,12 +36,17 @@ def cu_seqlens(packing: Packing, time: int, segments: int) -> Int[np.ndarray, " 
     return np.concatenate([[0], inner, [time]]).astype(np.int32)
 
 
+def case_of(case: Case) -> Case:
+    """The case whose inputs a case has: those of its forward, unless it decodes."""
+    return case if case.timed == "decode" else dataclasses.replace(case, timed="forward")
+
+
 def draw(case: Case, seed: int) -> Arrays:
     """Unit q and k, normal v and cotangent `do` in bfloat16; log decay `g` and `beta` in (0, 1) in float32.
 
     Decode has an `initial_state` and no cotangent, packed shapes have `segment_ids` and `cu_seqlens`.
     """
-    arrays = _draw(case, seed)
+    arrays = _draw(case_of(case), seed)
     shape = case.shape
     if shape.packing is not None:
         cumulative = jnp.asarray(cu_seqlens(shape.packing, shape.time, shape.segments))

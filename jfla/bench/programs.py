@@ -11,6 +11,7 @@ import numpy as np
 from jfla.bench.inputs import Arrays
 
 Results = dict[str, Any]  # "output", "final_state", "dq", ... as arrays of the library
+Part = Callable[[str, Any], Any]  # of a result's name and array: what is compared of it
 
 
 class Refused(Exception):
@@ -39,12 +40,12 @@ class Program(Protocol):
         """Returns when the results are there."""
         ...
 
-    def restored(self, results: Results) -> Results:
-        """The results in this library's layouts; not timed."""
+    def compared(self, results: Results, names: tuple[str, ...], part: Part) -> dict[str, np.ndarray]:
+        """A part of the named results in this library's layouts, in float32; not timed."""
         ...
 
-    def numpy(self, array: Any) -> np.ndarray:
-        """One of the restored results, or a part of it, in float32."""
+    def release(self) -> None:
+        """Gives back memory that the library keeps for later calls."""
         ...
 
 
@@ -70,7 +71,7 @@ class JaxProgram:
     ) -> None:
         self._function = function
         self._arrange: Callable[[Arrays], Any] = arrange if arrange is same else jax.jit(arrange)
-        self._restore: Callable[[Results], Results] = restore if restore is same else jax.jit(restore)
+        self._restore = restore
 
     def load(self, arrays: Arrays) -> Any:
         return jax.block_until_ready(self._arrange(arrays))
@@ -78,7 +79,7 @@ class JaxProgram:
     def first(self, loaded: Any) -> Results:
         start = time.perf_counter()
         self._compiled = jax.jit(self._function).lower(loaded).compile()
-        results = jax.block_until_ready(self._compiled(loaded))
+        results = jax.block_until_ready(self(loaded))
         self.compile_seconds = time.perf_counter() - start
         memory = self._compiled.memory_analysis()
         if memory is not None:
@@ -91,11 +92,16 @@ class JaxProgram:
     def wait(self, results: Results) -> Results:
         return jax.block_until_ready(results)
 
-    def restored(self, results: Results) -> Results:
-        return self._restore(results)
+    def compared(self, results: Results, names: tuple[str, ...], part: Part) -> dict[str, np.ndarray]:
+        @jax.jit  # one compilation instead of two for every result
+        def parts(results: Results) -> Results:
+            restored = self._restore(results)
+            return {name: part(name, restored[name]).astype("float32") for name in names}
 
-    def numpy(self, array: jax.Array) -> np.ndarray:
-        return np.asarray(array.astype("float32"))
+        return {name: np.asarray(x) for name, x in parts(results).items()}
+
+    def release(self) -> None:
+        pass
 
 
 class TorchProgram:
@@ -133,8 +139,8 @@ class TorchProgram:
     def wait(self, results: Results) -> None:
         self._torch.cuda.synchronize()
 
-    def restored(self, results: Results) -> Results:
-        return results
+    def compared(self, results: Results, names: tuple[str, ...], part: Part) -> dict[str, np.ndarray]:
+        return {name: part(name, results[name]).detach().float().cpu().numpy() for name in names}
 
-    def numpy(self, array: Any) -> np.ndarray:
-        return array.detach().float().cpu().numpy()
+    def release(self) -> None:
+        self._torch.cuda.empty_cache()

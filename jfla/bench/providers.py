@@ -16,11 +16,13 @@ from jfla.bench.shapes import Case
 
 
 class Provider(NamedTuple):
-    """`packages` must be importable; `build` makes the program of a case or raises `Refused`."""
+    """`packages` must be importable; `build` makes the program of a case or raises `Refused`. `tunes`: its first call
+    may time kernels, and wants the device for itself."""
 
     build: Callable[[Case], Program]
     packages: tuple[str, ...] = ()
     ours: bool = False
+    tunes: bool = True
 
 
 def jax_program(op: Callable[..., DeltaRuleOutput], case: Case) -> JaxProgram:
@@ -84,7 +86,7 @@ def _peer(module: str) -> Callable[[Case], Program]:
 
 
 PROVIDERS: dict[str, Provider] = {
-    "pallas": Provider(_pallas, ours=True),
+    "pallas": Provider(_pallas, ours=True, tunes=False),
     "xla": Provider(_xla, ours=True),
     "scan": Provider(_scan, ours=True),
     "fla": Provider(_peer("peer_fla"), ("torch", "triton", "fla")),

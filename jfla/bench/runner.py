@@ -82,9 +82,11 @@ def run(plan: Plan, notify: Notify) -> Results:
 
 def _case_rows(case: Case, plan: Plan, record: Results, exact: Exact, say: Callable[[str], None]) -> list[Row]:
     """The rows of one case, and the backward's where its second half is there."""
-    first = inputs.draw(case, 0)
-    sets = measure.input_sets(inputs.size(first), jax.default_backend() == "gpu")
-    arrays = [first, *(inputs.draw(case, seed) for seed in range(1, sets))]
+    try:
+        arrays = _drawn(case)
+        exact.begin(case, arrays[0])
+    except Exception as failure:  # too large for this device: the other cases are worth having
+        return [_refused(case, name, failure) for name in plan.implementations]
     forwards = {
         row.implementation: row
         for row in record.rows
@@ -93,6 +95,8 @@ def _case_rows(case: Case, plan: Plan, record: Results, exact: Exact, say: Calla
     rows = []
     for name in plan.implementations:
         say(f"{case}: {name}")
+        if PROVIDERS[name].tunes:
+            exact.wait()
         row = _row(case, name, arrays, plan.repeats, record, exact)
         rows.append(row)
         if case.timed == "forward+backward" and row.ms is not None and name in forwards:
@@ -101,18 +105,33 @@ def _case_rows(case: Case, plan: Plan, record: Results, exact: Exact, say: Calla
     return rows
 
 
+def _drawn(case: Case) -> list[Arrays]:
+    """As many sets of inputs as the timing rotates through."""
+    first = inputs.draw(case, 0)
+    sets = measure.input_sets(inputs.size(first), jax.default_backend() == "gpu")
+    return [first, *(inputs.draw(case, seed) for seed in range(1, sets))]
+
+
 def _row(case: Case, name: str, arrays: list[Arrays], repeats: int, record: Results, exact: Exact) -> Row:
-    refused = Row(case.op, case.timed, str(case.shape), case.gate, name)
     try:
         program = PROVIDERS[name].build(case)
-        return _measured(case, name, program, arrays, repeats, record, exact)
-    except (Refused, NotImplementedError) as reason:
-        refused.refused = _first_line(reason)
+        try:
+            return _measured(case, name, program, arrays, repeats, record, exact)
+        finally:
+            program.release()
     except Exception as failure:  # a peer's or the compiler's, of any kind: the other rows are worth having
-        text = f"{type(failure).__name__}: {failure}"
-        memory = "RESOURCE_EXHAUSTED" in text or "OutOfMemory" in text or "out of memory" in text
-        refused.refused = "out of memory" if memory else f"failed: {_first_line(text)}"
-    return refused
+        return _refused(case, name, failure)
+
+
+def _refused(case: Case, name: str, reason: Exception) -> Row:
+    row = Row(case.op, case.timed, str(case.shape), case.gate, name)
+    if isinstance(reason, Refused | NotImplementedError):
+        row.refused = _first_line(reason)
+        return row
+    text = f"{type(reason).__name__}: {reason}"
+    memory = "RESOURCE_EXHAUSTED" in text or "OutOfMemory" in text or "out of memory" in text
+    row.refused = "out of memory" if memory else f"failed: {_first_line(text)}"
+    return row
 
 
 def _measured(

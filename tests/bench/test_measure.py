@@ -116,12 +116,26 @@ def test_of_long_sequences_only_the_outputs_beginning_is_compared(monkeypatch: p
 def test_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch):
     case = Case("kda", "forward+backward", Shape(1, 96, 1, 8))
     arrays = inputs.draw(case, 0)
-    whole = exact._references(case, arrays)
+    whole = exact._started(case, arrays)()
     monkeypatch.setattr(exact, "BLOCK", 32)
-    exact._run.clear_cache()
-    for name, x in exact._references(case, arrays).items():
+    exact._compiler.cache_clear()
+    for name, x in exact._started(case, arrays)().items():
         np.testing.assert_allclose(x, whole[name], rtol=1e-12, atol=1e-14)
-    exact._run.clear_cache()
+    exact._compiler.cache_clear()
+
+
+def test_packed_sequences_side_by_side_are_those_of_the_definition():
+    case = Case("kda", "forward+backward", Shape(1, 96, 2, 8, packing="random", segments=5))
+    arrays = inputs.draw(case, 0)
+    with jax.enable_x64(True):
+        main = [arrays[name].astype(jnp.float64) for name in inputs.MAIN]
+        run = lambda *main: reference.recurrent_kda(*main, segment_ids=arrays["segment_ids"]).output
+        output, adjoint = jax.vjp(run, *main)
+        expected = [output, *adjoint(arrays["do"].astype(jnp.float64))]
+    found = exact._started(case, arrays)()
+    assert found.keys() == {"output", *GRADIENTS}
+    for name, x in zip(("output", *(f"d{name}" for name in inputs.MAIN)), expected):
+        np.testing.assert_allclose(found[name], x, rtol=1e-10, atol=1e-14)
 
 
 def _errors(case: Case) -> dict[str, float]:
