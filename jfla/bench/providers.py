@@ -11,7 +11,7 @@ import jax
 import jfla
 from jfla._types import DeltaRuleOutput
 from jfla.bench.inputs import MAIN, Arrays
-from jfla.bench.programs import JaxProgram, Program, Refused, Results
+from jfla.bench.programs import DecodeProgram, JaxProgram, Program, Refused, Results
 from jfla.bench.shapes import Case
 
 
@@ -43,6 +43,8 @@ def jax_program(op: Callable[..., DeltaRuleOutput], case: Case) -> JaxProgram:
         output, adjoint = jax.vjp(run, *(arrays[name] for name in MAIN))
         return {"output": output} | {f"d{name}": x for name, x in zip(MAIN, adjoint(arrays["do"]))}
 
+    if case.timed == "decode":
+        return DecodeProgram(forward)
     return JaxProgram(both if case.timed == "forward+backward" else forward)
 
 

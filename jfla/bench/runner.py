@@ -17,7 +17,7 @@ from jfla.bench.inputs import Arrays
 from jfla.bench.programs import Program, Refused
 from jfla.bench.providers import PROVIDERS, unavailable
 from jfla.bench.results import Results, Row
-from jfla.bench.shapes import GATES, OPS, PASSES, SETS, Case, cases
+from jfla.bench.shapes import GATES, OPS, PASSES, SETS, Case, cases, chosen
 
 Notify = Callable[[int, int, str], None]  # done, total, what comes next
 
@@ -25,7 +25,7 @@ Notify = Callable[[int, int, str], None]  # done, total, what comes next
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """What to measure. An empty tuple is the default: every op and pass, strong gates, every implementation that can
-    run here, and the set "paper" on a GPU, "quick" elsewhere."""
+    run here, the set "paper" on a GPU and "quick" elsewhere, and all shapes of the sets."""
 
     sets: tuple[str, ...] = ()
     ops: tuple[str, ...] = ()
@@ -36,6 +36,7 @@ class Plan:
     repeats: int = 0  # 0: 7 on a GPU, 3 elsewhere
     seconds: float = float("inf")  # no case is begun after that time
     commit: str | None = None  # where there is no git to ask
+    shapes: tuple[str, ...] = ()  # by their names
 
     def filled(self) -> "Plan":
         """With every default filled in. Raises `ValueError` naming the option at fault."""
@@ -66,7 +67,8 @@ def run(plan: Plan, notify: Notify) -> Results:
     """
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # peers allocate from the same GPU
     began, plan = time.monotonic(), plan.filled()
-    todo = cases(list(plan.sets), list(plan.ops), list(plan.passes), list(plan.gates))  # type: ignore[arg-type]
+    shapes = chosen(list(plan.sets), list(plan.shapes))
+    todo = cases(shapes, list(plan.ops), list(plan.passes), list(plan.gates))  # type: ignore[arg-type]
     record = results.started(ceilings.measured(plan.repeats), plan.commit, plan.json)
     exact = Exact(gradients=any(case.timed == "forward+backward" for case in todo))
     for number, case in enumerate(todo):
