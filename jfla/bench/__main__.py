@@ -28,6 +28,7 @@ def _arguments() -> argparse.Namespace:
 def main() -> None:
     """Runs, prints a line per measurement and the table at the end."""
     a, began = _arguments(), time.monotonic()
+    runner.share_memory()
     plan = runner.Plan(
         tuple(a.set), tuple(a.ops), tuple(a.passes), tuple(a.gates), tuple(a.implementations), a.json, a.repeats,
         a.seconds, a.commit, tuple(a.shapes),

@@ -60,12 +60,17 @@ class Plan:
         )
 
 
+def share_memory() -> None:
+    """Keeps JAX from taking most of the GPU's memory, of which peers need their part. Before the GPU is first used."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+
 def run(plan: Plan, notify: Notify) -> Results:
     """Measures all that the plan asks for. Rows that `plan.json` holds already are kept, unless measured again.
 
     Raises `ValueError` for a plan that cannot be run.
     """
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # peers allocate from the same GPU
+    share_memory()
     began, plan = time.monotonic(), plan.filled()
     shapes = chosen(list(plan.sets), list(plan.shapes))
     todo = cases(shapes, list(plan.ops), list(plan.passes), list(plan.gates))  # type: ignore[arg-type]
