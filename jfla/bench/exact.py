@@ -51,13 +51,14 @@ class Exact:
         left needs no Python, and hardly slows another compilation down."""
         if self._case == inputs.case_of(case):
             return
-        self._case = inputs.case_of(case)
         wanted = {name: x for name, x in arrays.items() if name != "do" or self._gradients}
         self._found = self._thread.submit(_started(case, wanted))
+        self._case = inputs.case_of(case)
 
     def wait(self) -> None:
-        """Returns when the recurrence that was begun has its results, or has failed."""
-        concurrent.futures.wait([self._found])
+        """Returns when the recurrence that was begun, if any, has its results or has failed."""
+        if self._case is not None:
+            concurrent.futures.wait([self._found])
 
     def errors(self, case: Case, arrays: Arrays, program: Program, results: Results) -> dict[str, float]:
         """Error of every result that can be compared, by its name."""
