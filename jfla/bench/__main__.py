@@ -13,6 +13,7 @@ from jfla.bench.shapes import GATES, OPS, PASSES, SETS
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m jfla.bench", description=__doc__)
     parser.add_argument("--set", nargs="+", default=[], choices=list(SETS), help="paper on a GPU, quick elsewhere")
+    parser.add_argument("--shapes", nargs="+", default=[], help="of the sets, by name: 'B1 T8192 H32 D128'; all")
     parser.add_argument("--ops", nargs="+", default=[], choices=OPS)
     parser.add_argument("--passes", nargs="+", default=[], choices=PASSES)
     parser.add_argument("--gates", nargs="+", default=[], choices=GATES, help="strong")
@@ -27,9 +28,10 @@ def _arguments() -> argparse.Namespace:
 def main() -> None:
     """Runs, prints a line per measurement and the table at the end."""
     a, began = _arguments(), time.monotonic()
+    runner.share_memory()
     plan = runner.Plan(
         tuple(a.set), tuple(a.ops), tuple(a.passes), tuple(a.gates), tuple(a.implementations), a.json, a.repeats,
-        a.seconds, a.commit,
+        a.seconds, a.commit, tuple(a.shapes),
     )  # fmt: skip
     for name in PROVIDERS:
         if reason := unavailable(name):

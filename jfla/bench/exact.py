@@ -3,14 +3,16 @@
 The recurrence is slow, and batch rows and heads do not know of each other; so the results of the timed call are
 compared on the first batch row and the first `HEADS` query and key heads with their value heads, over all T. Beyond
 `MAX_TIME` tokens only the output of the first `PREFIX` tokens is compared, which later tokens cannot change; gradients
-and final state are then not checked, and have no error in the record.
+and final state are then not checked, and have no error in the record. Packed sequences are run side by side, as a
+batch.
 
 An error is `||x - ref|| / ||ref||` of one tensor.
 """
 
-import dataclasses
+import concurrent.futures
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,13 +22,16 @@ from jax import lax
 from jaxtyping import Array
 
 from jfla import reference
+from jfla.bench import inputs
 from jfla.bench.inputs import MAIN, Arrays
 from jfla.bench.programs import Program, Results
 from jfla.bench.shapes import Case, Op
 
 HEADS = 2
 MAX_TIME, PREFIX = 16384, 4096
-BLOCK = 1024  # tokens between the states that the backward of the recurrence keeps
+BLOCK = 256  # tokens between the states that the backward of the recurrence keeps
+
+References = dict[str, np.ndarray]
 
 
 class Exact:
@@ -38,27 +43,38 @@ class Exact:
     def __init__(self, gradients: bool) -> None:
         self._gradients = gradients
         self._case: Case | None = None
-        self._reference: dict[str, np.ndarray] = {}
+        self._thread = concurrent.futures.ThreadPoolExecutor(1)
+        self._found: concurrent.futures.Future[References] = concurrent.futures.Future()
+
+    def begin(self, case: Case, arrays: Arrays) -> None:
+        """Has a thread compile and run the recurrence, unless these inputs were the last ones. Traced at once: what is
+        left needs no Python, and hardly slows another compilation down."""
+        if self._case == inputs.case_of(case):
+            return
+        wanted = {name: x for name, x in arrays.items() if name != "do" or self._gradients}
+        self._found = self._thread.submit(_started(case, wanted))
+        self._case = inputs.case_of(case)
+
+    def wait(self) -> None:
+        """Returns when the recurrence that was begun, if any, has its results or has failed."""
+        if self._case is not None:
+            concurrent.futures.wait([self._found])
 
     def errors(self, case: Case, arrays: Arrays, program: Program, results: Results) -> dict[str, float]:
         """Error of every result that can be compared, by its name."""
-        inputs = case if case.timed == "decode" else dataclasses.replace(case, timed="forward")
-        if self._case != inputs:
-            wanted = [name for name in arrays if name != "do" or self._gradients]
-            self._reference = _references(case, {name: part(case, name, arrays[name]) for name in wanted})
-            self._case = inputs
-        found, results = {}, program.restored(results)
-        for name, ref in self._reference.items():
-            if results.get(name) is not None:
-                x = np.asarray(program.numpy(part(case, name, results[name])), np.float64)
-                found[name] = float(np.linalg.norm(x - ref) / np.linalg.norm(ref))
-        return found
+        self.begin(case, arrays)
+        references = self._found.result()
+        names = tuple(name for name in references if results.get(name) is not None)
+        compared = program.compared(results, names, functools.partial(part, case))
+        return {name: _distance(compared[name], references[name]) for name in names}
+
+
+def _distance(x: np.ndarray, ref: np.ndarray) -> float:
+    return float(np.linalg.norm(x.astype(np.float64) - ref) / np.linalg.norm(ref))
 
 
 def part(case: Case, name: str, x: Any) -> Any:
     """What is compared of an input, result or gradient: tensors of JAX, PyTorch or NumPy."""
-    if name in ("segment_ids", "cu_seqlens"):
-        return x
     heads = min(HEADS, case.shape.heads)
     if name not in ("q", "k", "dq", "dk"):
         heads *= case.shape.value_heads // case.shape.heads
@@ -71,22 +87,44 @@ def _prefix_only(case: Case) -> bool:
     return case.shape.time > MAX_TIME
 
 
-def _references(case: Case, arrays: Arrays) -> dict[str, np.ndarray]:
-    arrays = {name: x for name, x in arrays.items() if name != "cu_seqlens"}
+def _started(case: Case, arrays: Arrays) -> Callable[[], References]:
+    """What is left to do for the float64 results of a case, after tracing."""
+    lengths = None
+    if "cu_seqlens" in arrays:
+        ends = np.minimum(np.asarray(arrays["cu_seqlens"]), PREFIX) if _prefix_only(case) else arrays["cu_seqlens"]
+        lengths = tuple(int(length) for length in np.diff(ends) if length)
+    cut = {name: x for name, x in arrays.items() if name not in ("cu_seqlens", "segment_ids")}
+    cut = jax.jit(lambda x: {name: part(case, name, a) for name, a in x.items()})(cut)
+    compile_ = _compiler(case.op, _prefix_only(case), lengths, _described(cut))
+
+    def finish() -> References:
+        with jax.enable_x64(True):
+            return {name: np.asarray(x) for name, x in compile_()(cut).items()}
+
+    return finish
+
+
+def _described(arrays: Arrays) -> tuple[tuple[str, jax.ShapeDtypeStruct], ...]:
+    return tuple((name, jax.ShapeDtypeStruct(x.shape, x.dtype)) for name, x in arrays.items())
+
+
+@functools.cache
+def _compiler(op: Op, prefix_only: bool, lengths: tuple[int, ...] | None, arrays: tuple) -> Callable[[], Callable]:
+    """Traces now; what it returns compiles, once."""
     with jax.enable_x64(True):
-        exact = {n: x.astype(jnp.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x for n, x in arrays.items()}
-        results = _run(case.op, _prefix_only(case), exact)
-        return {name: np.asarray(x) for name, x in results.items()}
+        run = functools.partial(_run, op, prefix_only, lengths)
+        return functools.cache(jax.jit(run).lower(dict(arrays)).compile)
 
 
-@functools.partial(jax.jit, static_argnames=("op", "prefix_only"))
-def _run(op: Op, prefix_only: bool, arrays: Arrays) -> Arrays:
+def _run(op: Op, prefix_only: bool, lengths: tuple[int, ...] | None, rounded: Arrays) -> Arrays:
     """Output, final state (but for packed sequences) and, where there is a cotangent, the gradients."""
-    rest = {name: x for name, x in arrays.items() if name not in (*MAIN, "do")}
+    arrays = {name: x.astype(jnp.float64) for name, x in rounded.items()}
+    if lengths is not None:
+        arrays = {name: _side_by_side(x, lengths) for name, x in arrays.items()}
+    initial = arrays.get("initial_state")
 
-    def forward(*main: Array) -> tuple[Array, Array | None]:
-        recurrent = functools.partial(getattr(reference, f"recurrent_{op}"), **rest)
-        return recurrent(*main) if "segment_ids" in rest else _in_blocks(recurrent, *main)
+    def forward(*main: Array) -> tuple[Array, Array]:
+        return _in_blocks(functools.partial(getattr(reference, f"recurrent_{op}"), initial_state=initial), *main)
 
     main = [arrays[name] for name in MAIN]
     if prefix_only or "do" not in arrays:
@@ -96,7 +134,27 @@ def _run(op: Op, prefix_only: bool, arrays: Arrays) -> Arrays:
         output, adjoint, final = jax.vjp(forward, *main, has_aux=True)
         gradients = adjoint(arrays["do"])
     found = {"output": output} | {f"d{name}": x for name, x in zip(MAIN, gradients)}
-    return found if final is None or prefix_only else found | {"final_state": final}
+    if lengths is not None:
+        return {name: _end_to_end(x, lengths) for name, x in found.items()}
+    return found if prefix_only else found | {"final_state": final}
+
+
+def _side_by_side(x: Array, lengths: tuple[int, ...]) -> Array:
+    """[1, T, ...] of packed sequences as [S, longest, ...], zeros behind the end of each: there the state stays."""
+    longest = max(lengths)
+    longest += -longest % min(BLOCK, longest)
+    offsets = np.arange(longest)
+    starts, ends = np.cumsum([0, *lengths[:-1]])[:, None], np.cumsum(lengths)[:, None]
+    index = starts + offsets
+    inside = jnp.asarray(index < ends).reshape(*index.shape, *[1] * (x.ndim - 2))
+    return jnp.where(inside, x[0, np.minimum(index, ends - 1)], 0)
+
+
+def _end_to_end(x: Array, lengths: tuple[int, ...]) -> Array:
+    """The opposite."""
+    sequence = np.repeat(np.arange(len(lengths)), lengths)
+    offset = np.concatenate([np.arange(length) for length in lengths])
+    return x[sequence, offset][None]
 
 
 def _in_blocks(recurrent: functools.partial, *main: Array) -> tuple[Array, Array]:
@@ -105,7 +163,7 @@ def _in_blocks(recurrent: functools.partial, *main: Array) -> tuple[Array, Array
     batch, time = q.shape[:2]
     block = math.gcd(time, BLOCK)
     cut = lambda x: jnp.moveaxis(x.reshape(batch, time // block, block, *x.shape[2:]), 1, 0)
-    initial = recurrent.keywords.get("initial_state")
+    initial = recurrent.keywords["initial_state"]
     if initial is None:
         initial = jnp.zeros((batch, v.shape[2], q.shape[-1], v.shape[-1]), q.dtype)
 

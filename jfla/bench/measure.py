@@ -2,9 +2,10 @@
 
 On a GPU `n` calls are queued and waited for once; a sample is the time of all over `n`. Where the profiler gives the
 GPU's busy time, that is the time of the call, and the queued wall time stands beside it. On a CPU a sample is one call,
-waited for.
+waited for. Inputs rotate through all runs, so that none is met again before the others have passed through the cache.
 """
 
+import itertools
 import math
 import time
 from collections.abc import Callable
@@ -15,10 +16,10 @@ import numpy as np
 
 from jfla.bench import trace
 
-CACHE_BYTES = 50e6  # the second-level cache of an H100 or H200
-MAX_SETS = 64
+CACHE_BYTES = 60e6  # the second-level cache of an H200; an H100's is smaller
+ROTATED_BYTES = 4 * CACHE_BYTES  # a cache does not always drop what was used longest ago
+MAX_SETS = 128
 MAX_QUEUED, QUEUE_SECONDS = 20, 0.1
-PROFILES = 3
 PROFILED_SECONDS = 0.05  # longer calls are many launches (a scan), and gaps between them belong to their time
 
 
@@ -37,20 +38,21 @@ def input_sets(bytes_of_one: int, gpu: bool) -> int:
     """How many sets of inputs to rotate through, so that none of them is still in the GPU's cache.
 
     >>> input_sets(10**9, gpu=True), input_sets(30_000_000, gpu=True), input_sets(1, gpu=False)
-    (1, 4, 1)
+    (1, 8, 1)
     """
-    if not gpu or bytes_of_one >= 2 * CACHE_BYTES:
+    if not gpu:
         return 1
-    return min(MAX_SETS, math.ceil(2 * CACHE_BYTES / max(bytes_of_one, 1)))
+    return min(MAX_SETS, math.ceil(ROTATED_BYTES / max(bytes_of_one, 1)))
 
 
 def timing(call: Callable[[Any], Any], wait: Callable[[Any], Any], sets: list[Any], repeats: int) -> Timing:
     """Times `call(set)`, which may return before its work is done; `wait(result)` returns after."""
+    rotating = itertools.cycle(sets)
 
     def run(count: int) -> float:
         start, result = time.perf_counter(), None
-        for i in range(count):
-            result = call(sets[i % len(sets)])
+        for _ in range(count):
+            result = call(next(rotating))
         wait(result)
         return time.perf_counter() - start
 
@@ -60,28 +62,21 @@ def timing(call: Callable[[Any], Any], wait: Callable[[Any], Any], sets: list[An
     walls = [run(count) / count for _ in range(repeats)]
     wall = float(np.median(walls))
     if gpu and wall < PROFILED_SECONDS:
-        found = _profiled(lambda: run(count), count)
+        found = _profiled(lambda: run(count), count, repeats)
         if found is not None:
             return _timing(found, wall, "device")
     return _timing(walls, wall, "queued" if gpu else "blocked")
 
 
-def _profiled(run: Callable[[], float], count: int) -> list[float] | None:
-    """Device seconds of one call, from some profiles of `count` calls; None when one of them is not whole.
-
-    A profiler may drop events without a word. So all profiles must hold the same number of events, the same for each
-    call, and no device can have been busy for longer than its call took.
-    """
-    profiles = []
-    for _ in range(PROFILES):
-        walls: list[float] = []
-        busy = trace.device_time(lambda walls=walls: walls.append(run()))
-        if busy is None or busy.seconds > walls[0] or busy.events % count:
-            return None
-        profiles.append(busy)
-    if len({busy.events for busy in profiles}) != 1:
+def _profiled(run: Callable[[], float], count: int, repeats: int) -> list[float] | None:
+    """Device seconds of one call in each of `repeats` runs of `count` calls, from one profile; None when it is not
+    whole, or when the device would have been busy for longer than a run took."""
+    walls: list[float] = []
+    events = trace.device_events(lambda: walls.extend(run() for _ in range(repeats)))
+    busy = trace.shares(events, repeats, count)
+    if busy is None or any(seconds > wall for seconds, wall in zip(busy, walls)):
         return None
-    return [busy.seconds / count for busy in profiles]
+    return [seconds / count for seconds in busy]
 
 
 def _timing(samples: list[float], wall: float, method: str) -> Timing:

@@ -6,11 +6,13 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jfla.bench.inputs import Arrays
 
 Results = dict[str, Any]  # "output", "final_state", "dq", ... as arrays of the library
+Part = Callable[[str, Any], Any]  # of a result's name and array: what is compared of it
 
 
 class Refused(Exception):
@@ -39,12 +41,12 @@ class Program(Protocol):
         """Returns when the results are there."""
         ...
 
-    def restored(self, results: Results) -> Results:
-        """The results in this library's layouts; not timed."""
+    def compared(self, results: Results, names: tuple[str, ...], part: Part) -> dict[str, np.ndarray]:
+        """A part of the named results in this library's layouts, in float32; not timed."""
         ...
 
-    def numpy(self, array: Any) -> np.ndarray:
-        """One of the restored results, or a part of it, in float32."""
+    def release(self) -> None:
+        """Gives back memory that the library keeps for later calls."""
         ...
 
 
@@ -70,32 +72,63 @@ class JaxProgram:
     ) -> None:
         self._function = function
         self._arrange: Callable[[Arrays], Any] = arrange if arrange is same else jax.jit(arrange)
-        self._restore: Callable[[Results], Results] = restore if restore is same else jax.jit(restore)
+        self._restore = restore
 
     def load(self, arrays: Arrays) -> Any:
         return jax.block_until_ready(self._arrange(arrays))
 
     def first(self, loaded: Any) -> Results:
         start = time.perf_counter()
-        self._compiled = jax.jit(self._function).lower(loaded).compile()
-        results = jax.block_until_ready(self._compiled(loaded))
+        self._compiled = self._jitted().lower(*self._arguments(loaded)).compile()
+        results = jax.block_until_ready(self(loaded))
         self.compile_seconds = time.perf_counter() - start
         memory = self._compiled.memory_analysis()
         if memory is not None:
             self.peak_bytes = memory.temp_size_in_bytes + memory.output_size_in_bytes
         return results
 
+    def _jitted(self) -> Any:
+        return jax.jit(self._function)
+
+    def _arguments(self, loaded: Any) -> tuple:
+        return (loaded,)
+
     def __call__(self, loaded: Any) -> Results:
-        return self._compiled(loaded)
+        return self._compiled(*self._arguments(loaded))
 
     def wait(self, results: Results) -> Results:
         return jax.block_until_ready(results)
 
-    def restored(self, results: Results) -> Results:
-        return self._restore(results)
+    def compared(self, results: Results, names: tuple[str, ...], part: Part) -> dict[str, np.ndarray]:
+        @jax.jit  # one compilation instead of two for every result
+        def parts(results: Results) -> Results:
+            restored = self._restore(results)
+            return {name: part(name, restored[name]).astype("float32") for name in names}
 
-    def numpy(self, array: jax.Array) -> np.ndarray:
-        return np.asarray(array.astype("float32"))
+        return {name: np.asarray(x) for name, x in parts(results).items()}
+
+    def release(self) -> None:
+        pass
+
+
+class DecodeProgram(JaxProgram):
+    """A JAX function that takes the state in `initial_state`, donated, and gives it back as `final_state`: each call
+    goes on from the state that the last one with the same inputs left, and writes over it."""
+
+    def load(self, arrays: Arrays) -> list[Any]:
+        state = jnp.copy(arrays["initial_state"])
+        return jax.block_until_ready([{n: x for n, x in arrays.items() if n != "initial_state"}, state])
+
+    def __call__(self, loaded: list[Any]) -> Results:
+        results = super().__call__(loaded)
+        loaded[1] = results["final_state"]
+        return results
+
+    def _jitted(self) -> Any:
+        return jax.jit(lambda rest, state: self._function(rest | {"initial_state": state}), donate_argnums=1)
+
+    def _arguments(self, loaded: list[Any]) -> tuple:
+        return tuple(loaded)
 
 
 class TorchProgram:
@@ -133,8 +166,8 @@ class TorchProgram:
     def wait(self, results: Results) -> None:
         self._torch.cuda.synchronize()
 
-    def restored(self, results: Results) -> Results:
-        return results
+    def compared(self, results: Results, names: tuple[str, ...], part: Part) -> dict[str, np.ndarray]:
+        return {name: part(name, results[name]).detach().float().cpu().numpy() for name in names}
 
-    def numpy(self, array: Any) -> np.ndarray:
-        return array.detach().float().cpu().numpy()
+    def release(self) -> None:
+        self._torch.cuda.empty_cache()

@@ -11,16 +11,18 @@ import jax
 import jfla
 from jfla._types import DeltaRuleOutput
 from jfla.bench.inputs import MAIN, Arrays
-from jfla.bench.programs import JaxProgram, Program, Refused, Results
+from jfla.bench.programs import DecodeProgram, JaxProgram, Program, Refused, Results
 from jfla.bench.shapes import Case
 
 
 class Provider(NamedTuple):
-    """`packages` must be importable; `build` makes the program of a case or raises `Refused`."""
+    """`packages` must be importable; `build` makes the program of a case or raises `Refused`. `tunes`: its first call
+    may time kernels, and wants the device for itself."""
 
     build: Callable[[Case], Program]
     packages: tuple[str, ...] = ()
     ours: bool = False
+    tunes: bool = True
 
 
 def jax_program(op: Callable[..., DeltaRuleOutput], case: Case) -> JaxProgram:
@@ -41,6 +43,8 @@ def jax_program(op: Callable[..., DeltaRuleOutput], case: Case) -> JaxProgram:
         output, adjoint = jax.vjp(run, *(arrays[name] for name in MAIN))
         return {"output": output} | {f"d{name}": x for name, x in zip(MAIN, adjoint(arrays["do"]))}
 
+    if case.timed == "decode":
+        return DecodeProgram(forward)
     return JaxProgram(both if case.timed == "forward+backward" else forward)
 
 
@@ -84,7 +88,7 @@ def _peer(module: str) -> Callable[[Case], Program]:
 
 
 PROVIDERS: dict[str, Provider] = {
-    "pallas": Provider(_pallas, ours=True),
+    "pallas": Provider(_pallas, ours=True, tunes=False),
     "xla": Provider(_xla, ours=True),
     "scan": Provider(_scan, ours=True),
     "fla": Provider(_peer("peer_fla"), ("torch", "triton", "fla")),

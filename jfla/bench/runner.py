@@ -17,7 +17,7 @@ from jfla.bench.inputs import Arrays
 from jfla.bench.programs import Program, Refused
 from jfla.bench.providers import PROVIDERS, unavailable
 from jfla.bench.results import Results, Row
-from jfla.bench.shapes import GATES, OPS, PASSES, SETS, Case, cases
+from jfla.bench.shapes import GATES, OPS, PASSES, SETS, Case, cases, chosen
 
 Notify = Callable[[int, int, str], None]  # done, total, what comes next
 
@@ -25,7 +25,7 @@ Notify = Callable[[int, int, str], None]  # done, total, what comes next
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """What to measure. An empty tuple is the default: every op and pass, strong gates, every implementation that can
-    run here, and the set "paper" on a GPU, "quick" elsewhere."""
+    run here, the set "paper" on a GPU and "quick" elsewhere, and all shapes of the sets."""
 
     sets: tuple[str, ...] = ()
     ops: tuple[str, ...] = ()
@@ -36,6 +36,7 @@ class Plan:
     repeats: int = 0  # 0: 7 on a GPU, 3 elsewhere
     seconds: float = float("inf")  # no case is begun after that time
     commit: str | None = None  # where there is no git to ask
+    shapes: tuple[str, ...] = ()  # by their names
 
     def filled(self) -> "Plan":
         """With every default filled in. Raises `ValueError` naming the option at fault."""
@@ -59,14 +60,20 @@ class Plan:
         )
 
 
+def share_memory() -> None:
+    """Keeps JAX from taking most of the GPU's memory, of which peers need their part. Before the GPU is first used."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+
 def run(plan: Plan, notify: Notify) -> Results:
     """Measures all that the plan asks for. Rows that `plan.json` holds already are kept, unless measured again.
 
     Raises `ValueError` for a plan that cannot be run.
     """
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # peers allocate from the same GPU
+    share_memory()
     began, plan = time.monotonic(), plan.filled()
-    todo = cases(list(plan.sets), list(plan.ops), list(plan.passes), list(plan.gates))  # type: ignore[arg-type]
+    shapes = chosen(list(plan.sets), list(plan.shapes))
+    todo = cases(shapes, list(plan.ops), list(plan.passes), list(plan.gates))  # type: ignore[arg-type]
     record = results.started(ceilings.measured(plan.repeats), plan.commit, plan.json)
     exact = Exact(gradients=any(case.timed == "forward+backward" for case in todo))
     for number, case in enumerate(todo):
@@ -82,9 +89,11 @@ def run(plan: Plan, notify: Notify) -> Results:
 
 def _case_rows(case: Case, plan: Plan, record: Results, exact: Exact, say: Callable[[str], None]) -> list[Row]:
     """The rows of one case, and the backward's where its second half is there."""
-    first = inputs.draw(case, 0)
-    sets = measure.input_sets(inputs.size(first), jax.default_backend() == "gpu")
-    arrays = [first, *(inputs.draw(case, seed) for seed in range(1, sets))]
+    try:
+        arrays = _drawn(case)
+        exact.begin(case, arrays[0])
+    except Exception as failure:  # too large for this device: the other cases are worth having
+        return [_refused(case, name, failure) for name in plan.implementations]
     forwards = {
         row.implementation: row
         for row in record.rows
@@ -93,6 +102,8 @@ def _case_rows(case: Case, plan: Plan, record: Results, exact: Exact, say: Calla
     rows = []
     for name in plan.implementations:
         say(f"{case}: {name}")
+        if PROVIDERS[name].tunes:
+            exact.wait()
         row = _row(case, name, arrays, plan.repeats, record, exact)
         rows.append(row)
         if case.timed == "forward+backward" and row.ms is not None and name in forwards:
@@ -101,18 +112,33 @@ def _case_rows(case: Case, plan: Plan, record: Results, exact: Exact, say: Calla
     return rows
 
 
+def _drawn(case: Case) -> list[Arrays]:
+    """As many sets of inputs as the timing rotates through."""
+    first = inputs.draw(case, 0)
+    sets = measure.input_sets(inputs.size(first), jax.default_backend() == "gpu")
+    return [first, *(inputs.draw(case, seed) for seed in range(1, sets))]
+
+
 def _row(case: Case, name: str, arrays: list[Arrays], repeats: int, record: Results, exact: Exact) -> Row:
-    refused = Row(case.op, case.timed, str(case.shape), case.gate, name)
     try:
         program = PROVIDERS[name].build(case)
-        return _measured(case, name, program, arrays, repeats, record, exact)
-    except (Refused, NotImplementedError) as reason:
-        refused.refused = _first_line(reason)
+        try:
+            return _measured(case, name, program, arrays, repeats, record, exact)
+        finally:
+            program.release()
     except Exception as failure:  # a peer's or the compiler's, of any kind: the other rows are worth having
-        text = f"{type(failure).__name__}: {failure}"
-        memory = "RESOURCE_EXHAUSTED" in text or "OutOfMemory" in text or "out of memory" in text
-        refused.refused = "out of memory" if memory else f"failed: {_first_line(text)}"
-    return refused
+        return _refused(case, name, failure)
+
+
+def _refused(case: Case, name: str, reason: Exception) -> Row:
+    row = Row(case.op, case.timed, str(case.shape), case.gate, name)
+    if isinstance(reason, Refused | NotImplementedError):
+        row.refused = _first_line(reason)
+        return row
+    text = f"{type(reason).__name__}: {reason}"
+    memory = "RESOURCE_EXHAUSTED" in text or "OutOfMemory" in text or "out of memory" in text
+    row.refused = "out of memory" if memory else f"failed: {_first_line(text)}"
+    return row
 
 
 def _measured(

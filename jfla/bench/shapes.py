@@ -76,22 +76,36 @@ SETS: dict[str, tuple[Shape, ...]] = {
         for segments in (10, 20)
         for packing in ("uniform", "random", "skewed")
     ),
+    "decode": tuple(Shape(batch, 1, 32) for batch in (1, 8, 64, 256)),
 }
 
 
-def cases(sets: list[str], ops: list[Op], passes: list[Pass], gates: list[Gate]) -> list[Case]:
-    """Every combination, once. Decode is one token with a state, so shapes that differ in T alone are one case of it;
-    packed shapes have none. "scan+output" is what follows the work inside the chunks: states and output.
+def chosen(sets: list[str], names: list[str]) -> list[Shape]:
+    """The shapes of some sets, each once; those with the names that are given, or all.
 
-    >>> for case in cases(["quick"], ["kda"], ["backward", "decode"], ["weak"]): print(case)
+    Raises `ValueError` for a name that none of them has.
+    """
+    shapes = {str(shape): shape for name in sets for shape in SETS[name]}
+    for name in names:
+        if name not in shapes:
+            raise ValueError(f"shapes must be among {', '.join(shapes)}, got {name!r}")
+    return [shape for name, shape in shapes.items() if not names or name in names]
+
+
+def cases(shapes: list[Shape], ops: list[Op], passes: list[Pass], gates: list[Gate]) -> list[Case]:
+    """Every combination, once. Decode is one token with a state, so shapes that differ in T alone are one case of it;
+    packed shapes have none, and shapes of one token nothing else. "scan+output" is what follows the work inside the
+    chunks: states and output.
+
+    >>> for case in cases([Shape(2, 512, 2, 64)], ["kda"], ["backward", "decode"], ["weak"]): print(case)
     kda forward, B2 T512 H2 D64, weak
     kda forward+backward, B2 T512 H2 D64, weak
     kda decode, B2 T1 H2 D64, weak
     """
     wanted = {*passes, "forward", "forward+backward"} if "backward" in passes else {*passes}
     timed: list[Pass] = [name for name in PASSES if name in wanted and name not in ("backward", "decode")]
-    shapes = [shape for name in sets for shape in SETS[name]]
-    found = [Case(op, name, shape, gate) for op in ops for gate in gates for shape in shapes for name in timed]
+    long = [shape for shape in shapes if shape.time > 1]
+    found = [Case(op, name, shape, gate) for op in ops for gate in gates for shape in long for name in timed]
     if "decode" in passes:
         tokens = [dataclasses.replace(shape, time=1) for shape in shapes if shape.packing is None]
         found += [Case(op, "decode", shape, gate) for op in ops for gate in gates for shape in tokens]

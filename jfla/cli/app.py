@@ -77,6 +77,9 @@ def bench(
     sets: Annotated[
         list[str] | None, typer.Option("--set", help="paper on a GPU, quick elsewhere; or fla, ...")
     ] = None,
+    shapes: Annotated[
+        list[str] | None, typer.Option("--shape", help="Of the sets, by name: B1 T8192 H32 D128; all.")
+    ] = None,
     ops: Annotated[list[str] | None, typer.Option("--op", help="kda, gdn; both when left out.")] = None,
     passes: Annotated[list[str] | None, typer.Option("--pass", help="forward, backward, decode, ...; all.")] = None,
     gates: Annotated[list[str] | None, typer.Option("--gate", help="strong, weak, mixed; strong.")] = None,
@@ -84,6 +87,7 @@ def bench(
         list[str] | None, typer.Option("--implementation", help="pallas, xla, scan, fla, ...; all that can run here.")
     ] = None,
     json: Annotated[pathlib.Path | None, typer.Option(help="Rows are added to this file as they come.")] = None,
+    repeats: Annotated[int, typer.Option(min=0, help="Samples of each time; 0: 7 on a GPU, 3 elsewhere.")] = 0,
     plot: Annotated[pathlib.Path | None, typer.Option(help="Draw the times: .svg or .png.")] = None,
     seconds: Annotated[float, typer.Option(min=0, help="Begin no case after that time.")] = float("inf"),
     readme: Annotated[Readme | None, typer.Option(help="Measure nothing; write or check the README's block.")] = None,
@@ -97,6 +101,7 @@ def bench(
             command.readme(readme.value, console)
         else:
             chosen = (tuple(values or ()) for values in (sets, ops, passes, gates, implementations))
-            command.measure(command.Plan(*chosen, json=json, seconds=seconds), plot, console)
+            plan = command.Plan(*chosen, json=json, repeats=repeats, seconds=seconds, shapes=tuple(shapes or ()))
+            command.measure(plan, plot, console)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None

@@ -16,6 +16,7 @@ __all__ = ["Plan", "measure", "readme"]
 
 def measure(plan: Plan, plot: pathlib.Path | None, console: Console) -> None:
     """Runs a plan. Raises `ValueError` for one that cannot be run."""
+    runner.share_memory()
     plan = plan.filled()
     for name in PROVIDERS:
         if reason := unavailable(name):

@@ -7,7 +7,7 @@ import pytest
 
 from jfla.bench import inputs
 from jfla.bench.cost import cost
-from jfla.bench.shapes import OPS, SETS, Case, Shape, cases
+from jfla.bench.shapes import OPS, PASSES, SETS, Case, Shape, cases, chosen
 
 TINY = Shape(2, 128, 1, 16, value_heads=2)
 
@@ -18,22 +18,39 @@ def test_every_shape_has_a_name_of_its_own():
 
 
 def test_the_named_sets_hold_what_they_are_named_for():
-    assert SETS["fla823"][0] == Shape(16, 256, 8, 256)
-    assert SETS["fla823"][-1] == Shape(16, 16384, 8, 256)
+    assert SETS["fla823"] == tuple(Shape(16, time, 8, 256) for time in (256, 512, 1024, 2048, 4096, 8192, 16384))
     assert Shape(1, 8192, 16, value_heads=32) in SETS["paper"]
-    assert len(SETS["packed"]) == 3 * 2 * 3
+    packed = {(shape.time, shape.segments, shape.packing) for shape in SETS["packed"]}
+    kinds = ("uniform", "random", "skewed")
+    assert packed == {(time, s, kind) for time in (4096, 8192, 16384) for s in (10, 20) for kind in kinds}
+    assert {(shape.batch, shape.heads, shape.dim) for shape in SETS["packed"]} == {(1, 32, 128)}
 
 
 def test_backward_brings_what_it_is_the_difference_of():
-    timed = [case.timed for case in cases(["quick"], ["kda"], ["backward"], ["strong"])]
+    timed = [case.timed for case in cases(list(SETS["quick"]), ["kda"], ["backward"], ["strong"])]
     assert timed == ["forward", "forward+backward"]
 
 
 def test_decode_is_measured_once_for_shapes_that_differ_in_time():
-    decode = cases(["paper"], ["gdn"], ["decode"], ["strong"])
+    decode = cases(list(SETS["paper"]), ["gdn"], ["decode"], ["strong"])
     assert len(decode) == len(set(decode)) == 4
     assert all(case.shape.time == 1 for case in decode)
-    assert cases(["packed"], ["gdn"], ["decode"], ["strong"]) == []
+    assert cases(list(SETS["packed"]), ["gdn"], ["decode"], ["strong"]) == []
+
+
+def test_decoding_is_all_that_one_token_is_measured_for():
+    found = cases(list(SETS["decode"]), ["kda"], list(PASSES), ["strong"])
+    assert [(case.timed, case.shape.batch) for case in found] == [("decode", batch) for batch in (1, 8, 64, 256)]
+    assert {(case.shape.time, case.shape.heads, case.shape.dim) for case in found} == {(1, 32, 128)}
+
+
+def test_shapes_are_chosen_by_name():
+    assert chosen(["paper", "fla"], []) == list(dict.fromkeys([*SETS["paper"], *SETS["fla"]]))
+    assert chosen(["paper", "packed"], ["B1 T8192 H32 D128 random S10"]) == [
+        Shape(1, 8192, 32, packing="random", segments=10)
+    ]
+    with pytest.raises(ValueError, match=r"shapes must be among B1 T8192 H32 D128, .*, got 'B3'"):
+        chosen(["paper"], ["B3"])
 
 
 @pytest.mark.parametrize(("op", "gate"), [("kda", "strong"), ("kda", "mixed"), ("gdn", "weak")])
@@ -53,6 +70,16 @@ def test_inputs_are_unit_keys_bounded_decays_and_never_zeros(op: str, gate: str)
 def test_one_channel_of_the_mixed_gate_is_slow():
     g = inputs.draw(Case("kda", "forward+backward", TINY, "mixed"), 0)["g"]
     assert float(-g[..., 0].mean()) < 1e-2 < 0.1 < float(-g[..., 1:].mean())
+
+
+def test_one_head_of_the_mixed_gate_is_slow_where_there_are_no_channels():
+    g = inputs.draw(Case("gdn", "forward", TINY, "mixed"), 0)["g"]
+    assert float(-g[..., 0].mean()) < 1e-2 < 0.1 < float(-g[..., 1].mean())
+
+
+def test_all_passes_of_a_shape_have_the_same_inputs():
+    forward, both = (inputs.draw(Case("kda", timed, TINY), 0) for timed in ("forward", "forward+backward"))
+    assert all(jnp.array_equal(forward[name], both[name]) for name in both)
 
 
 def test_seeds_give_other_numbers_and_the_same_seed_the_same():

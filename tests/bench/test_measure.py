@@ -35,27 +35,37 @@ planes { name: "/host:CPU" lines { id: 1 name: "Stream of words" timestamp_ns: 0
 
 def test_a_gpu_is_busy_while_any_of_its_streams_is():
     """0 .. 3 and 2 .. 4 and 5 .. 6 microseconds; other lines and other planes do not count."""
-    assert trace.busy(ProfileData.from_text_proto(PROFILE)) == (pytest.approx(5e-6), 3)
+    events = trace.events(ProfileData.from_text_proto(PROFILE))
+    assert trace.shares(events, parts=1, calls=3) == [pytest.approx(5e-6)]
+    assert trace.shares(events, parts=3, calls=1) == pytest.approx([3e-6, 2e-6, 1e-6])
 
 
 def test_a_profile_without_a_gpu_has_no_device_time():
-    assert trace.device_time(lambda: jax.block_until_ready(jnp.ones(3) + 1)) is None
+    assert trace.device_events(lambda: jax.block_until_ready(jnp.ones(3) + 1)) == []
 
 
 def test_a_profile_that_is_not_whole_is_no_device_time(monkeypatch: pytest.MonkeyPatch):
-    """Four calls that take 1 s by the wall."""
+    """Three runs of four calls, each of two kernels of 0.1 s; a run takes 1 s by the wall."""
+    kernels = [trace.Event(i * 1e8, (i + 1) * 1e8, "ab"[i % 2]) for i in range(24)]
 
-    def profiled(*found: trace.Busy | None) -> list[float] | None:
-        left = list(found)
-        monkeypatch.setattr(trace, "device_time", lambda run: (run(), left.pop(0))[1])
-        return measure._profiled(lambda: 1.0, 4)
+    def profiled(events: list[trace.Event]) -> list[float] | None:
+        monkeypatch.setattr(trace, "device_events", lambda run: (run(), events)[1])
+        return measure._profiled(lambda: 1.0, 4, 3)
 
-    whole = trace.Busy(0.8, 12)
-    assert profiled(whole, trace.Busy(0.4, 12), whole) == [0.2, 0.1, 0.2]
-    assert profiled(whole, None, whole) is None
-    assert profiled(whole, trace.Busy(0.6, 8), whole) is None  # a call's events are missing in one
-    assert profiled(*[trace.Busy(0.8, 11)] * 3) is None  # the same event in each
-    assert profiled(*[trace.Busy(1.1, 12)] * 3) is None
+    assert profiled(kernels) == pytest.approx([0.2, 0.2, 0.2])
+    assert profiled([]) is None
+    assert profiled(kernels[1:]) is None
+    assert profiled(kernels[3:]) is None  # as many events in each run, but not of each call
+    assert profiled([event for event in kernels if event.start % 8e8 != 0]) is None  # the same one in each run
+    assert profiled([event._replace(stop=event.stop + 1e8, name=event.name) for event in kernels[:-1]]) is None
+    slow = [trace.Event(event.start * 2, event.stop * 2, event.name) for event in kernels]
+    assert profiled(slow) is None
+
+
+def test_inputs_rotate_through_all_runs(monkeypatch: pytest.MonkeyPatch):
+    met: list[int] = []
+    measure.timing(met.append, lambda _: None, [0, 1, 2], repeats=4)
+    assert met == [0, 1, 2, 0, 1]
 
 
 def test_times_are_those_of_the_calls():
@@ -106,12 +116,26 @@ def test_of_long_sequences_only_the_outputs_beginning_is_compared(monkeypatch: p
 def test_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch):
     case = Case("kda", "forward+backward", Shape(1, 96, 1, 8))
     arrays = inputs.draw(case, 0)
-    whole = exact._references(case, arrays)
+    whole = exact._started(case, arrays)()
     monkeypatch.setattr(exact, "BLOCK", 32)
-    exact._run.clear_cache()
-    for name, x in exact._references(case, arrays).items():
+    exact._compiler.cache_clear()
+    for name, x in exact._started(case, arrays)().items():
         np.testing.assert_allclose(x, whole[name], rtol=1e-12, atol=1e-14)
-    exact._run.clear_cache()
+    exact._compiler.cache_clear()
+
+
+def test_packed_sequences_side_by_side_are_those_of_the_definition():
+    case = Case("kda", "forward+backward", Shape(1, 96, 2, 8, packing="random", segments=5))
+    arrays = inputs.draw(case, 0)
+    with jax.enable_x64(True):
+        main = [arrays[name].astype(jnp.float64) for name in inputs.MAIN]
+        run = lambda *main: reference.recurrent_kda(*main, segment_ids=arrays["segment_ids"]).output
+        output, adjoint = jax.vjp(run, *main)
+        expected = [output, *adjoint(arrays["do"].astype(jnp.float64))]
+    found = exact._started(case, arrays)()
+    assert found.keys() == {"output", *GRADIENTS}
+    for name, x in zip(("output", *(f"d{name}" for name in inputs.MAIN)), expected):
+        np.testing.assert_allclose(found[name], x, rtol=1e-10, atol=1e-14)
 
 
 def _errors(case: Case) -> dict[str, float]:

@@ -10,8 +10,9 @@ import pytest
 
 import jfla
 from jfla import reference
-from jfla.bench import ceilings, providers, results, runner, shapes
+from jfla.bench import ceilings, exact, inputs, providers, results, runner, shapes
 from jfla.bench.ceilings import Ceilings
+from jfla.bench.exact import Exact
 from jfla.bench.measure import Timing
 from jfla.bench.programs import Program, Refused
 from jfla.bench.providers import Provider, jax_program
@@ -82,6 +83,36 @@ def test_no_case_is_begun_after_its_time():
     record = runner.run(Plan(ops=("kda",), seconds=0.0), lambda done, total, text: said.append(text))
     assert record.rows == []
     assert said == ["stopped after 0 s, 3 cases left"]
+
+
+def test_inputs_that_do_not_fit_are_rows_with_a_reason(monkeypatch: pytest.MonkeyPatch):
+    draw = inputs.draw
+
+    def fits(case: Case, seed: int) -> inputs.Arrays:
+        if case.op == "kda":
+            raise MemoryError("RESOURCE_EXHAUSTED: out of memory")
+        return draw(case, seed)
+
+    monkeypatch.setattr(inputs, "draw", fits)
+    plan = Plan(passes=("forward",), implementations=("scan", "refuses"), repeats=1)
+    found = {(row.op, row.implementation): row.refused for row in runner.run(plan, lambda *_: None).rows}
+    assert found["kda", "scan"] == found["kda", "refuses"] == "out of memory"
+    assert found["gdn", "scan"] is None
+
+
+def test_a_reference_that_cannot_be_made_is_not_taken_from_other_inputs(monkeypatch: pytest.MonkeyPatch):
+    first, second = (Case("gdn", "forward", TINY, gate) for gate in ("strong", "weak"))
+    compare = Exact(gradients=False)
+    compare.begin(first, inputs.draw(first, 0))
+    compare.wait()
+
+    def fails(*_):
+        raise MemoryError("no")
+
+    monkeypatch.setattr(exact, "_started", fails)
+    for _ in range(2):
+        with pytest.raises(MemoryError):
+            compare.begin(second, inputs.draw(second, 0))
 
 
 def test_rows_of_another_version_are_not_added_to(tmp_path: pathlib.Path):

@@ -1,0 +1,90 @@
+"""Calls of our own implementations as the bench makes them: what is donated, and what is refused with which reason."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+import jfla
+from jfla import reference
+from jfla.bench import inputs, measure, runner
+from jfla.bench.ceilings import Ceilings
+from jfla.bench.exact import Exact
+from jfla.bench.providers import PROVIDERS
+from jfla.bench.results import Results, Row
+from jfla.bench.shapes import OPS, SETS, Case, Shape
+
+TOKEN = Shape(2, 1, 2, 64)
+
+
+def _row(case: Case, name: str) -> Row:
+    record = Results("a CPU", "cpu", "2000-01-02", None, {}, Ceilings(1.0, 1.0), [])
+    return runner._row(case, name, [inputs.draw(case, seed) for seed in (0, 1)], 2, record, Exact(gradients=False))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_decoding_goes_on_from_the_state_it_left_and_writes_over_it(op: str):
+    case = Case(op, "decode", TOKEN)
+    arrays = inputs.draw(case, 0)
+    program = PROVIDERS["xla"].build(case)
+    loaded = program.load(arrays)
+    before = loaded[1]
+    program.first(loaded)
+    assert before.is_deleted()
+    second = program(loaded)
+    assert not arrays["initial_state"].is_deleted()
+    recurrent = functools.partial(getattr(reference, f"recurrent_{op}"), return_final_state=True)
+    main = [arrays[name] for name in inputs.MAIN]
+    state = recurrent(*main, initial_state=arrays["initial_state"]).final_state
+    expected = recurrent(*main, initial_state=state)
+    for name, x in expected._asdict().items():
+        np.testing.assert_allclose(second[name].astype("float32"), x.astype("float32"), rtol=1e-5, atol=1e-6)
+
+
+def test_decoding_has_time_error_and_speed():
+    row = _row(Case("kda", "decode", TOKEN), "xla")
+    assert row.refused is None
+    assert row.ms > 0
+    assert row.tb_per_s > 0
+    assert 0 < row.errors["output"] < 4e-3
+    assert row.errors["final_state"] < 1e-5
+
+
+def test_decoding_takes_the_kernel_where_there_is_one(monkeypatch: pytest.MonkeyPatch):
+    asked = []
+
+    def recurrent(*main: jax.Array, implementation: str, **rest):
+        asked.append(implementation)
+        return reference.recurrent_gdn(*main, **rest)
+
+    monkeypatch.setattr(jfla, "recurrent_gdn", recurrent)
+    row = _row(Case("gdn", "decode", TOKEN), "pallas")
+    assert set(asked) == {"pallas"}
+    assert row.refused is None
+    assert row.ms > 0
+
+
+@pytest.mark.parametrize(
+    ("case", "name", "reason"),
+    [
+        (Case("kda", "forward", Shape(2, 64, 1, 256)), "pallas", "K = 256; the kernels take"),
+        (Case("gdn", "forward+backward", Shape(2, 64, 1, 256)), "pallas", "K = 256; the kernels take"),
+        (Case("kda", "scan+output", Shape(2, 64, 1, 256)), "pallas", "K = 256; the kernels take"),
+        (Case("kda", "decode", Shape(2, 1, 1, 256)), "pallas", ""),
+        (Case("kda", "scan+output", Shape(1, 64, 1, 64)), "xla", "its stages are not kernels"),
+        (Case("gdn", "decode", TOKEN), "scan", 'one token of the scan is "xla"'),
+    ],
+)
+def test_what_cannot_run_has_a_reason(case: Case, name: str, reason: str):
+    row = _row(case, name)
+    assert row.ms is None
+    assert row.refused
+    assert reason in row.refused
+
+
+def test_the_decoders_inputs_do_not_stay_in_a_gpus_cache():
+    for shape in SETS["decode"]:
+        arrays = jax.eval_shape(lambda shape=shape: inputs._draw(Case("gdn", "decode", shape), 0))
+        size = sum(x.size * x.dtype.itemsize for x in arrays.values())
+        assert size * measure.input_sets(size, gpu=True) >= 3 * measure.CACHE_BYTES
