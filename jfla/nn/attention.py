@@ -24,6 +24,13 @@ class AttentionCache:
 
     **Fields:** `key`, `value` `[B, L, N, D]`; `sequence` `[B, L]`, which of the row's sequences a token belongs to,
     counted from 1, and 0 where there is none; `length` `[B]`, the tokens in each row.
+
+    >>> import jax, jfla.nn
+    >>> from flax import nnx
+    >>> layer = jfla.nn.CausalAttention(32, num_heads=2, rngs=nnx.Rngs(0))
+    >>> y, cache = layer(jax.numpy.ones((1, 5, 32)), cache=layer.init_cache(1, max_len=8))
+    >>> print(cache.key.shape, cache.length)
+    (1, 8, 2, 16) [5]
     """
 
     key: Float[Array, "B L N D"]

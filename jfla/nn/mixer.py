@@ -34,6 +34,13 @@ class DeltaCache:
 
     **Fields:** `state` `[B, HV, K, V]` float32; `tails`, the last W - 1 inputs of the q, k and v convolutions,
     `[B, W - 1, H, K]` twice and `[B, W - 1, HV, V]`.
+
+    >>> import jax, jfla.nn
+    >>> from flax import nnx
+    >>> layer = jfla.nn.GatedDeltaNet(32, num_heads=2, head_dim=16, rngs=nnx.Rngs(0))
+    >>> y, cache = layer(jax.numpy.ones((1, 5, 32)), cache=layer.init_cache(1))
+    >>> print(cache.state.shape, [tail.shape for tail in cache.tails])
+    (1, 2, 16, 16) [(1, 3, 2, 16), (1, 3, 2, 16), (1, 3, 2, 16)]
     """
 
     state: Float[Array, "B HV K V"]
