@@ -11,7 +11,7 @@ from jax.core import Tracer
 from jaxtyping import Float, Int
 
 from jfla._types import SegmentIds
-from jfla.nn._sharding import EMBED, HEADS
+from jfla.nn._sharding import EMBED, HEADS, refuse_explicit
 from jfla.nn.layers import Projection
 
 Heads = Float[Array, "B T N D"]
@@ -98,6 +98,7 @@ class CausalAttention(nnx.Module):
         self, x: Float[Array, "B T D"], segment_ids: SegmentIds | None, cache: AttentionCache | None
     ) -> tuple[Float[Array, "B T D"], AttentionCache | None]:
         """The layer, always as (output, cache or None)."""
+        refuse_explicit("x", x)
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         batch, time = x.shape[:2]
         first = jnp.zeros(batch, jnp.int32) if cache is None else cache.length

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 from jfla import api
 from jfla._types import DeltaRuleOutput, Implementation, SegmentIds
 from jfla.gates import Gate, SigmoidGate, SoftplusGate, log_decay, write_strength
-from jfla.nn._sharding import EMBED, HEADS, delta_rule, partitioned
+from jfla.nn._sharding import EMBED, HEADS, delta_rule, partitioned, refuse_explicit
 from jfla.nn.convolution import ShortConvolution, Tail
 from jfla.nn.layers import GatedRMSNorm, Projection
 from jfla.packing import starts
@@ -173,6 +173,7 @@ class _DeltaMixer(nnx.Module):
         self, x: Hidden, segment_ids: SegmentIds | None, cache: DeltaCache | None
     ) -> tuple[Hidden, DeltaCache | None]:
         """The layer, always as (output, cache or None)."""
+        refuse_explicit("x", x)
         projections = (self.q_proj, self.q_conv), (self.k_proj, self.k_conv), (self.v_proj, self.v_conv)
         tails = (None, None, None) if cache is None else cache.tails
         convolved = [conv(proj(x), segment_ids, tail) for (proj, conv), tail in zip(projections, tails)]
