@@ -1,4 +1,4 @@
-"""Sets up every test run: platform, eight simulated devices, shape-checked internals, and skips with their reasons."""
+"""Sets up every test run: platform, eight simulated devices, quick compiles, checked shapes, skips with reasons."""
 
 import functools
 import importlib.util
