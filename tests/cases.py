@@ -207,27 +207,18 @@ def call(config: Config, form: str, x: dict[str, Any], ids: Any) -> jfla.DeltaRu
     )  # fmt: skip
 
 
-def quick_jit(f):
-    """jit that leaves out LLVM's optimisations, half of the time of a compile: for tests that look at numbers only."""
-    return jax.jit(
-        f, compiler_options={"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
-    )
-
-
 @functools.cache
-def compiled(config: Config, form: str, gradients: bool = True, jit=jax.jit):
-    """Jitted (inputs, ids, cotangents) -> {"output", "final_state", "dq", ...}."""
+def compiled(config: Config, form: str, optimized: bool = False):
+    """Jitted (inputs, ids, cotangents) -> {"output", "final_state", "dq", ...}; `optimized` as outside of the tests."""
 
     def run(x, ids, cotangents):
         def forward(x):
             return {name: a for name, a in call(config, form, x, ids)._asdict().items() if a is not None}
 
-        if not gradients:
-            return forward(x)
         out, adjoint = jax.vjp(forward, x)
         return out | {f"d{name}": a for name, a in adjoint(cotangents)[0].items()}
 
-    return jit(run)
+    return jax.jit(run, compiler_options={"xla_backend_optimization_level": 3} if optimized else None)
 
 
 def evaluate(config: Config, form: str, x, ids, cotangents) -> dict[str, np.ndarray]:
@@ -236,7 +227,7 @@ def evaluate(config: Config, form: str, x, ids, cotangents) -> dict[str, np.ndar
         x, cotangents = (
             {name: jnp.asarray(a, dtype(config, name)) for name, a in arrays.items()} for arrays in (x, cotangents)
         )
-        out = compiled(config, form, jit=quick_jit)(x, None if ids is None else jnp.asarray(ids), cotangents)
+        out = compiled(config, form)(x, None if ids is None else jnp.asarray(ids), cotangents)
         return {name: np.asarray(a) for name, a in out.items()}
 
 

@@ -1,4 +1,4 @@
-"""Sets up every test run: platform, eight simulated devices, shape-checked internals, and skips with their reasons."""
+"""Sets up every test run: platform, eight simulated devices, quick compiles, checked shapes, skips with reasons."""
 
 import functools
 import importlib.util
@@ -25,13 +25,15 @@ _CHECKED = [
 
 def pytest_configure(config: pytest.Config) -> None:
     """Before any test module imports JAX."""
-    asked_for = config.getoption("markexpr", "").strip() == "gpu"
-    if asked_for:
+    marker = config.getoption("markexpr", "").strip()
+    if marker == "gpu":
         os.environ["JFLA_TEST_GPU"] = "1"  # workers of pytest-xdist inherit it
     if os.environ.get("JFLA_TEST_GPU", "0") != "1":
         os.environ["JAX_PLATFORMS"] = "cpu"
-    devices = "--xla_force_host_platform_device_count=8"
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {devices}".strip()
+    flags = "--xla_force_host_platform_device_count=8"
+    if os.environ.get("JFLA_TEST_GPU", "0") != "1" and marker != "aot":
+        flags += " --xla_backend_optimization_level=0"  # most of the time is compiling, and half of that is LLVM's
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
     install_import_hook(_CHECKED, "beartype.beartype")
     from jfla import gates
 

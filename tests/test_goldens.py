@@ -6,7 +6,6 @@ import goldens
 import jax
 import jax.numpy as jnp
 import pytest
-from cases import quick_jit
 
 import jfla
 
@@ -31,16 +30,16 @@ def check(name: str, results: dict, arrays: dict, expected: set[str]) -> None:
 def test_outputs_and_gradients(name, form):
     arrays, options = goldens.load(name)
     op = functools.partial(getattr(jfla, f"{form}_{options['op']}"), implementation="xla")
-    results = quick_jit(lambda arrays: goldens.results(op, arrays, options))(arrays)
+    results = jax.jit(lambda arrays: goldens.results(op, arrays, options))(arrays)
     expected = FORWARD | {f"d{x}" for x in goldens.differentiable(arrays, options)}
     check(name, results, arrays, expected)
 
 
-@pytest.mark.parametrize("name", goldens.OPS)
+@pytest.mark.parametrize("name", ["op_kda_gva2_softplus.npz", "op_gdn_varlen.npz"])
 def test_outputs_of_the_undecorated_chunked_form(name):
     arrays, options = goldens.load(name)
     op = getattr(jfla.reference, f"chunk_{options['op']}")
-    run = quick_jit(lambda arrays: goldens.run(op, goldens.differentiable(arrays, options), arrays, options))
+    run = jax.jit(lambda arrays: goldens.run(op, goldens.differentiable(arrays, options), arrays, options))
     out = run(arrays)
     for array, x in (("o", out.output), ("final_state", out.final_state)):
         assert goldens.rms_error(x, arrays[array]) <= limit(name, array)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import Config, Style, call, compiled, draw, errors, evaluate, quick_jit
+from cases import Config, Style, call, compiled, draw, errors, evaluate
 
 # One compile each: packed on the fixed grid, packed with a state per segment, and one sequence per row.
 FIXED = Config("kda", batch=2, time=130, group=2, gate="softplus", beta_max=1.0, segments=4, dtype="float32")
@@ -25,7 +25,7 @@ def make(config: Config, style: Style = Style()):  # noqa: B008
 
 
 def run(config: Config, form: str, x, ids, cotangents) -> dict[str, np.ndarray]:
-    return {name: np.asarray(a) for name, a in compiled(config, form)(x, ids, cotangents).items()}
+    return {name: np.asarray(a) for name, a in compiled(config, form, form == "chunk")(x, ids, cotangents).items()}
 
 
 def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
@@ -156,16 +156,15 @@ def test_two_halves_with_the_state_handed_over_equal_the_whole(op):
         return out | {f"d{name}": a for name, a in adjoint(cotangents)[0].items()}
 
     with jax.enable_x64(True):
-        got = quick_jit(both)(*(jax.tree.map(jnp.asarray, a) for a in (x, cotangents)))
+        got = jax.jit(both)(*(jax.tree.map(jnp.asarray, a) for a in (x, cotangents)))
         got = {name: np.asarray(a) for name, a in got.items()}
     wrong = {name: e for name, e in errors(got, whole).items() if not e <= 1e-12}
     assert not wrong
 
 
-@pytest.mark.parametrize("op", ["kda", "gdn"])
-def test_a_hundred_thousand_tokens(op):
+def test_a_hundred_thousand_tokens():
     """Nothing builds up: with weak gates and none, float32 stays with float64."""
-    config = Config(op, batch=1, time=100_000, key_dim=8, value_dim=4, final=True, dtype="float32")
+    config = Config("kda", batch=1, time=100_000, key_dim=8, value_dim=4, final=True, dtype="float32")
     x, ids, cotangents = draw(config, Style(8, gates=("weak", "none", "usual"), run=16))
     got = evaluate(config, "chunk", x, ids, cotangents)
     want = evaluate(dataclasses.replace(config, dtype="float64"), "recurrent", x, ids, cotangents)

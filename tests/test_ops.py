@@ -18,12 +18,9 @@ KDA = [
 ]
 GDN = [
     Config(time=130, heads=2, group=2, state=True, final=True, qk_norm=True),
-    Config(time=65, group=4, gate="softplus", beta_max=2.0, state=True, final=True),
     Config(time=64, heads=2, key_dim=4, value_dim=8, gate="sigmoid", qk_norm=True, final=True),
     Config(time=63, group=2, gate="softplus-", beta_max=1.0, state=True, scale=0.5),
-    Config(time=1, heads=2, final=True),
     Config(time=130, group=2, segments=4, gate="softplus", beta_max=1.0, state=True, final=True),
-    Config(time=130, heads=2, segments=4),
 ]
 CONFIGS = KDA + [dataclasses.replace(config, op="gdn") for config in GDN]
 
@@ -73,8 +70,8 @@ def bounds(dtype: str, names) -> dict[str, float]:
 PRECISION = [
     dataclasses.replace(config, dtype=dtype)
     for dtype, configs in (
-        ("float32", [KDA[0], KDA[1], GDN[0], GDN[5]]),
-        ("bfloat16", [KDA[0], KDA[1], GDN[5]]),
+        ("float32", [KDA[0], KDA[1], GDN[0], GDN[3]]),
+        ("bfloat16", [KDA[0], KDA[1], GDN[3]]),
         ("float16", [GDN[0]]),
     )
     for config in (dataclasses.replace(c, op="gdn") if c in GDN else c for c in configs)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import Config, Style, call, compiled, draw, error, quick_jit, slope
+from cases import Config, Style, call, compiled, draw, error, slope
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.test_util import check_grads
 
@@ -41,7 +41,7 @@ def test_vmap_is_a_loop(op, segments):
     config = Config(op, batch=1, time=66, gate="softplus", state=True, final=True, segments=segments, dtype="float32")
     calls = [make(config, seed) for seed in range(3)]
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *calls)
-    got = quick_jit(jax.vmap(compiled(config, "chunk")))(*stacked)
+    got = jax.jit(jax.vmap(compiled(config, "chunk")))(*stacked)
     want = [compiled(config, "recurrent")(*c) for c in calls]
     assert_close(got, jax.tree.map(lambda *leaves: np.stack(leaves), *want), 5e-6)
 
@@ -75,8 +75,8 @@ def test_remat_keeps_what_the_policy_names_and_changes_no_number(op, capsys):
     computed = [line for line in capsys.readouterr().out.splitlines() if "from the argument" not in line]
     assert [line.split()[0] for line in computed] == ["f32[2,8,2,64,64]"] * 2
     assert matmuls(kept) < matmuls(nothing)  # A_qk and the inverse are not made a second time
-    remat = kept if op == "kda" else nothing
-    assert_close(quick_jit(jax.grad(remat))(x), jax.jit(jax.grad(lambda x: loss(x, "recurrent")))(x), 5e-6)
+    if op == "gdn":
+        assert_close(jax.jit(jax.grad(kept))(x), jax.jit(jax.grad(lambda x: loss(x, "recurrent")))(x), 5e-6)
 
 
 @OPS
@@ -114,9 +114,7 @@ def sharded(config: Config, ids, check_vma: bool):
 
 
 SHARDED = [
-    (dataclasses.replace(CONFIG, gate=None), True, set()),
-    (dataclasses.replace(CONFIG, gate=None, state=False, final=False, segments=3), False, set()),
-    (dataclasses.replace(CONFIG, op="gdn", gate=None, segments=3), True, set()),
+    (dataclasses.replace(CONFIG, gate=None, segments=3), True, set()),
     # The gate's parameters are the same for every batch: their gradients are summed over it.
     (dataclasses.replace(CONFIG, op="gdn", state=False), True, {"all-reduce"}),
 ]
@@ -129,7 +127,7 @@ def test_shard_map_gives_the_numbers_of_one_device_without_a_collective(config, 
     x, ids, cotangents = make(config)
     f = sharded(config, ids, check_vma)
 
-    @quick_jit
+    @jax.jit
     def run(x, cotangents):
         out, adjoint = jax.vjp(f, x)
         return out | {f"d{name}": a for name, a in adjoint(cotangents)[0].items()}
@@ -148,7 +146,7 @@ def test_shard_map_of_the_reference_from_a_state_of_zeros(form):
     x, _, _ = make(config)
     tokens = PartitionSpec("b", None, "h")
     f = jax.shard_map(lambda x: call(config, form, x, None).output, mesh=mesh, in_specs=(tokens,), out_specs=tokens)
-    assert_close(quick_jit(f)(x), call(config, form, x, None).output)
+    assert_close(jax.jit(f)(x), call(config, form, x, None).output)
 
 
 def test_shard_map_over_value_heads_that_share_a_query():
@@ -166,7 +164,7 @@ def test_shard_map_over_value_heads_that_share_a_query():
         lambda x: call(local, "chunk", x, None)._asdict(), mesh=mesh, in_specs=(specs,), out_specs=out_specs
     )
 
-    @quick_jit
+    @jax.jit
     def run(x, cotangents):
         out, adjoint = jax.vjp(f, x)
         return out | {f"d{name}": a for name, a in adjoint(cotangents)[0].items()}
@@ -174,8 +172,7 @@ def test_shard_map_over_value_heads_that_share_a_query():
     assert_close(run(x, cotangents), compiled(config, "recurrent")(x, ids, cotangents), 5e-6)
 
 
-@pytest.mark.parametrize("segments", [None, 3])
-@pytest.mark.parametrize(("op", "form"), [("gdn", "chunk"), ("kda", "recurrent")])
+@pytest.mark.parametrize(("op", "form", "segments"), [("gdn", "chunk", None), ("kda", "recurrent", 3)])
 def test_jit_of_sharded_arrays_needs_no_collective(op, form, segments):
     if jax.device_count() < 8:
         pytest.skip("needs 8 devices")
@@ -217,7 +214,7 @@ def test_explicit_mesh_axes(form, changes):
     place = lambda arrays: {name: jax.device_put(a, layout(name, a)) for name, a in arrays.items()}
     placed_ids = None if ids is None else jax.device_put(ids, NamedSharding(mesh, PartitionSpec("b")))
     with jax.set_mesh(mesh):
-        got = compiled(config, form, jit=quick_jit)(place(x), placed_ids, place(cotangents))
+        got = compiled(config, form)(place(x), placed_ids, place(cotangents))
     assert_close(got, compiled(config, "recurrent")(x, ids, cotangents), 5e-6)
     assert {name: a.sharding for name, a in got.items()} == {name: layout(name, a) for name, a in got.items()}
 
@@ -229,10 +226,11 @@ def test_explicit_mesh_axes_without_a_mesh_in_context_and_in_forward_mode():
     x, _, _ = make(config)
     layout = NamedSharding(jax.make_mesh((2, 4), ("b", "h")), PartitionSpec("b", None, "h"))
     placed = {name: jax.device_put(a, layout) for name, a in x.items()}
-    for form in ("chunk", "plain", "recurrent"):
-        assert_close(call(config, form, placed, None).output, call(config, form, x, None).output)
-    tangent = lambda x: jax.jvp(lambda x: call(config, "plain", x, None).output, (x,), (x,))[1]
-    assert_close(tangent(placed), tangent(x))
+    tangent = lambda form, x: jax.jvp(lambda x: call(config, form, x, None).output, (x,), (x,))
+    want = tangent("recurrent", x)
+    for form in ("chunk", "recurrent"):
+        assert_close(call(config, form, placed, None).output, want[0])
+    assert_close(tangent("plain", placed), want)
 
 
 # Compiles.
@@ -287,10 +285,9 @@ def test_second_derivatives_of_the_recurrence_against_finite_differences(op, mod
         check_grads(jax.jit(jax.grad(loss)), (x,), order=1, modes=[mode], atol=1e-6, rtol=1e-6)
 
 
-@OPS
-def test_hessian_of_the_chunked_form_is_that_of_the_recurrence(op):
+def test_hessian_of_the_chunked_form_is_that_of_the_recurrence():
     """With respect to the queries, keys and decays around the chunk boundary."""
-    config = Config(op, batch=1, time=66, key_dim=2, value_dim=2, final=True)
+    config = Config("kda", batch=1, time=66, key_dim=2, value_dim=2, final=True)
     with jax.enable_x64(True):
         x, _, cotangents = draw(config, Style(2))
         x = jax.tree.map(jnp.asarray, x)
@@ -299,7 +296,7 @@ def test_hessian_of_the_chunked_form_is_that_of_the_recurrence(op):
         def hessian(form):
             loss = scalar(config, form, cotangents)
             moved = lambda near: x | {name: x[name].at[:, 62:].set(near[name]) for name in near}
-            return quick_jit(jax.hessian(lambda near: loss(moved(near))))(near)
+            return jax.jit(jax.hessian(lambda near: loss(moved(near))))(near)
 
         chunked, recurrent = hessian("plain"), hessian("recurrent")
         assert_close(chunked, recurrent, 1e-10)
@@ -314,6 +311,6 @@ def test_jvp_of_the_reference_is_the_slope_of_the_oracle(op, form):
     tangents = {name: np.cos(a) for name, a in x.items()}
     with jax.enable_x64(True):
         loss = scalar(config, form, cotangents)
-        slopes = quick_jit(lambda x, dx: jax.jvp(loss, (x,), (dx,))[1])(x, tangents)
+        slopes = jax.jit(lambda x, dx: jax.jvp(loss, (x,), (dx,))[1])(x, tangents)
     want = sum(slope(config, x, None, cotangents, name, tangents[name]) for name in x)
     np.testing.assert_allclose(slopes, want, rtol=1e-10)

@@ -8,8 +8,7 @@ from jfla.bench.cost import cost
 from jfla.bench.report import ordered
 from jfla.bench.results import Results, Row
 from jfla.bench.shapes import SETS, Shape
-from jfla.cli.plot import _STYLE as STYLE
-from jfla.cli.plot import BLUE, GRID, INK, MUTED, ORANGE
+from jfla.cli.plot import BLUE, GRID, INK, MUTED, ORANGE, STYLE
 
 matplotlib.use("agg")
 from matplotlib import pyplot as plt  # the backend comes first: no display is needed

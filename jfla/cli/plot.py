@@ -13,7 +13,7 @@ from matplotlib import pyplot as plt  # the backend comes first: no display is n
 
 INK, MUTED, GRID = "#1f2430", "#6b7280", "#e5e7eb"
 BLUE, ORANGE = "#2563eb", "#d9480f"
-_STYLE: Any = {
+STYLE: Any = {
     "font.family": "sans-serif", "font.size": 10.5, "text.color": INK, "axes.labelcolor": MUTED,
     "axes.edgecolor": GRID, "axes.grid": True, "axes.grid.axis": "y", "grid.color": GRID, "grid.linewidth": 0.8,
     "axes.spines.top": False, "axes.spines.right": False, "axes.spines.left": False, "axes.axisbelow": True,
@@ -38,7 +38,7 @@ def draw(
     path: pathlib.Path, title: str, text: Sequence[float], byte_entropy: float, recall: Sequence[float], chance: float
 ) -> None:
     """Writes a PNG. `text`: bits per byte of each step; `recall`: fraction of right answers of each step."""
-    with plt.rc_context(_STYLE):
+    with plt.rc_context(STYLE):
         figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.6), dpi=150, layout="constrained")
         figure.suptitle(title, x=0.008, ha="left", fontsize=14, fontweight="bold")
         _curve(left, np.asarray(text), BLUE, "{:.2f} bits")

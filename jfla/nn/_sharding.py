@@ -19,6 +19,7 @@ from jfla.gates import Gate
 
 BATCH, EMBED, HEADS, MLP, VOCAB = "batch", "embed", "heads", "mlp", "vocab"
 Axes = tuple[str | None, ...]
+_REMEDY = "make the mesh with jax.make_mesh(..., axis_types=(jax.sharding.AxisType.Auto, ...))"
 
 
 def annotated(initializer: Callable, axes: Axes) -> Callable:
@@ -44,6 +45,13 @@ def constrain(x: Array, axes: Axes) -> Array:
         return x
     spec = P(*(name if dim % size == 0 else None for name, dim, size in zip(names, x.shape, sizes)))
     return jax.lax.with_sharding_constraint(x, spec)
+
+
+def refuse_explicit(name: str, x: Array) -> None:
+    """Raises `ValueError` for an array spread over explicit mesh axes: with those, every layer would name layouts."""
+    spec = jax.typeof(x).sharding.spec
+    if any(axis is not None for axis in spec):
+        raise ValueError(f"the mesh axes of {name} must be AxisType.Auto, got {spec} over Explicit ones: {_REMEDY}")
 
 
 def delta_rule(
@@ -88,10 +96,7 @@ def _mesh_axis(logical: str | None) -> Any:
     kinds = dict(zip(mesh.axis_names, mesh.axis_types))
     found = {kinds.get(axis) for axis in (name if isinstance(name, tuple) else (name,))}
     if AxisType.Explicit in found:
-        raise ValueError(
-            f"mesh axis {name!r} for {logical!r} must be AxisType.Auto, got Explicit: "
-            "make the mesh with jax.make_mesh(..., axis_types=(jax.sharding.AxisType.Auto, ...))"
-        )
+        raise ValueError(f"mesh axis {name!r} for {logical!r} must be AxisType.Auto, got Explicit: {_REMEDY}")
     return name if found == {AxisType.Auto} else None
 
 

@@ -11,7 +11,7 @@ from jax.core import Tracer
 from jaxtyping import Float, Int
 
 from jfla._types import SegmentIds
-from jfla.nn._sharding import EMBED, HEADS
+from jfla.nn._sharding import EMBED, HEADS, refuse_explicit
 from jfla.nn.layers import Projection
 
 Heads = Float[Array, "B T N D"]
@@ -24,6 +24,13 @@ class AttentionCache:
 
     **Fields:** `key`, `value` `[B, L, N, D]`; `sequence` `[B, L]`, which of the row's sequences a token belongs to,
     counted from 1, and 0 where there is none; `length` `[B]`, the tokens in each row.
+
+    >>> import jax, jfla.nn
+    >>> from flax import nnx
+    >>> layer = jfla.nn.CausalAttention(32, num_heads=2, rngs=nnx.Rngs(0))
+    >>> y, cache = layer(jax.numpy.ones((1, 5, 32)), cache=layer.init_cache(1, max_len=8))
+    >>> print(cache.key.shape, cache.length)
+    (1, 8, 2, 16) [5]
     """
 
     key: Float[Array, "B L N D"]
@@ -91,6 +98,7 @@ class CausalAttention(nnx.Module):
         self, x: Float[Array, "B T D"], segment_ids: SegmentIds | None, cache: AttentionCache | None
     ) -> tuple[Float[Array, "B T D"], AttentionCache | None]:
         """The layer, always as (output, cache or None)."""
+        refuse_explicit("x", x)
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         batch, time = x.shape[:2]
         first = jnp.zeros(batch, jnp.int32) if cache is None else cache.length

@@ -79,6 +79,16 @@ def load_hf(path: Path, config: DeltaLMConfig | None = None) -> DeltaLM:
     (give it to choose dtypes or the implementation: `dataclasses.replace(fla_config(path), ...)`).
 
     **Raises:** as `load_mixer`; also a `ValueError` listing everything in `config.json` that DeltaLM has no part for.
+
+    >>> import jfla.nn, tempfile
+    >>> from flax import nnx
+    >>> config = jfla.nn.DeltaLMConfig(vocab_size=16, hidden_size=32, num_layers=1, num_heads=2, head_dim=16, op="gdn")
+    >>> model = jfla.nn.DeltaLM(config, rngs=nnx.Rngs(0))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     jfla.nn.save_fla(model, folder)
+    ...     same = jfla.nn.load_hf(folder)
+    >>> bool((same.head.kernel[...] == model.head.kernel[...]).all())
+    True
     """
     with open_checkpoint(path) as checkpoint:
         config = fla_config(path) if config is None else config
@@ -91,6 +101,14 @@ def save_fla(module: KimiDeltaAttention | GatedDeltaNet | DeltaLM, path: Path) -
     """Writes `model.safetensors` into the directory `path`, under the names of Flash Linear Attention.
 
     A `DeltaLM` gets its `config.json` beside it. `load_hf` and `load_mixer` read both back.
+
+    >>> import jfla.nn, pathlib, tempfile
+    >>> from flax import nnx
+    >>> layer = jfla.nn.KimiDeltaAttention(32, num_heads=2, head_dim=16, rngs=nnx.Rngs(0))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     jfla.nn.save_fla(layer, folder)
+    ...     print([path.name for path in pathlib.Path(folder).iterdir()])
+    ['model.safetensors']
     """
     if isinstance(module, DeltaLM):
         config = module.config
@@ -113,7 +131,17 @@ def save_fla(module: KimiDeltaAttention | GatedDeltaNet | DeltaLM, path: Path) -
 
 
 def fla_config(path: Path) -> DeltaLMConfig:
-    """The configuration that the `config.json` in (or beside) `path` describes. See `load_hf`."""
+    """The configuration that the `config.json` in (or beside) `path` describes. See `load_hf`.
+
+    >>> import json, jfla.nn, pathlib, tempfile
+    >>> settings = {"model_type": "gated_deltanet", "vocab_size": 16, "hidden_size": 32, "num_hidden_layers": 1}
+    >>> settings |= {"num_heads": 2, "head_dim": 16, "expand_v": 2.0}
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = pathlib.Path(folder, "config.json").write_text(json.dumps(settings))
+    ...     config = jfla.nn.fla_config(folder)
+    >>> print(config.op, config.value_head_dim)
+    gdn 32
+    """
     folder = pathlib.Path(path)
     folder = folder if folder.is_dir() else folder.parent
     settings = json.loads((folder / "config.json").read_text())

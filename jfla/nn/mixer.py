@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 from jfla import api
 from jfla._types import DeltaRuleOutput, Implementation, SegmentIds
 from jfla.gates import Gate, SigmoidGate, SoftplusGate, log_decay, write_strength
-from jfla.nn._sharding import EMBED, HEADS, delta_rule, partitioned
+from jfla.nn._sharding import EMBED, HEADS, delta_rule, partitioned, refuse_explicit
 from jfla.nn.convolution import ShortConvolution, Tail
 from jfla.nn.layers import GatedRMSNorm, Projection
 from jfla.packing import starts
@@ -34,6 +34,13 @@ class DeltaCache:
 
     **Fields:** `state` `[B, HV, K, V]` float32; `tails`, the last W - 1 inputs of the q, k and v convolutions,
     `[B, W - 1, H, K]` twice and `[B, W - 1, HV, V]`.
+
+    >>> import jax, jfla.nn
+    >>> from flax import nnx
+    >>> layer = jfla.nn.GatedDeltaNet(32, num_heads=2, head_dim=16, rngs=nnx.Rngs(0))
+    >>> y, cache = layer(jax.numpy.ones((1, 5, 32)), cache=layer.init_cache(1))
+    >>> print(cache.state.shape, [tail.shape for tail in cache.tails])
+    (1, 2, 16, 16) [(1, 3, 2, 16), (1, 3, 2, 16), (1, 3, 2, 16)]
     """
 
     state: Float[Array, "B HV K V"]
@@ -166,6 +173,7 @@ class _DeltaMixer(nnx.Module):
         self, x: Hidden, segment_ids: SegmentIds | None, cache: DeltaCache | None
     ) -> tuple[Hidden, DeltaCache | None]:
         """The layer, always as (output, cache or None)."""
+        refuse_explicit("x", x)
         projections = (self.q_proj, self.q_conv), (self.k_proj, self.k_conv), (self.v_proj, self.v_conv)
         tails = (None, None, None) if cache is None else cache.tails
         convolved = [conv(proj(x), segment_ids, tail) for (proj, conv), tail in zip(projections, tails)]

@@ -9,7 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from jfla._types import Implementation, SegmentIds
-from jfla.nn._sharding import BATCH, EMBED, VOCAB, annotated, constrain
+from jfla.nn._sharding import BATCH, EMBED, VOCAB, annotated, constrain, refuse_explicit
 from jfla.nn.attention import AttentionCache, CausalAttention
 from jfla.nn.generate import generate
 from jfla.nn.layers import Projection, SwiGLU, rms_norm
@@ -176,6 +176,7 @@ class DeltaLM(nnx.Module):
         self, tokens: Tokens, segment_ids: SegmentIds | None = None, cache: Cache | None = None
     ) -> tuple[Float[Array, "B T D"], Cache | None]:
         """What the head reads, and the cache (None without one)."""
+        refuse_explicit("tokens", tokens)
         x = constrain(self.embed(tokens), (BATCH, None, None))
         if cache is not None:
             new_cache = []

@@ -20,14 +20,9 @@ from jaxtyping import Array, Float, Int
 from jfla._mesh import compiler_partitioned
 from jfla._types import DeltaRuleOutput, Inputs, Options
 from jfla.decay import decayed_dot
-from jfla.gradients import Operands, chunk_gradients, operands
+from jfla.gradients import Operands, Pairs, States, Values, chunk_gradients, operands
 from jfla.packing import read_slot, write_slot
 from jfla.prepare import ChunkInputs, from_chunks, prepare_chunks
-
-Pairs = Float[Array, "B HV N C C"]
-Keys = Float[Array, "B HV N C K"]
-Values = Float[Array, "B HV N C V"]
-States = Float[Array, "B HV N K V"]
 
 
 class Pairwise(NamedTuple):

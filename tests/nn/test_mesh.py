@@ -101,3 +101,20 @@ def test_explicit_axes_are_refused_with_the_remedy():
         pytest.raises(ValueError, match=r"must be AxisType\.Auto, got Explicit"),
     ):
         layer(jnp.ones((2, 3, 8)))
+
+
+def test_arrays_over_explicit_axes_are_refused_and_whole_ones_taken():
+    """Types alone say so: nothing is computed."""
+    graph, state = nnx.split(nnx.eval_shape(lambda: make("gdn")[0]))
+    tokens, devices = jnp.zeros((2, 20), int), mesh(AxisType.Explicit)
+    over_rows = jax.NamedSharding(devices, P("data"))
+    x = jax.ShapeDtypeStruct((2, 20, 32), jnp.float32, sharding=over_rows)
+    loss = lambda state, tokens: jfla.nn.next_token_loss(nnx.merge(graph, state)(tokens), tokens)
+    layer = lambda number: lambda state, x: nnx.merge(graph, state).blocks[number].mixer(x)
+    with jax.set_mesh(devices):
+        assert jax.tree.map(jnp.shape, jax.eval_shape(jax.grad(loss), state, tokens)) == jax.tree.map(jnp.shape, state)
+        with pytest.raises(ValueError, match=r"mesh axes of tokens must be AxisType\.Auto, got .*'data'.*axis_types="):
+            jax.eval_shape(loss, state, jax.device_put(tokens, over_rows))
+        for number in range(2):
+            with pytest.raises(ValueError, match=r"mesh axes of x must be AxisType\.Auto"):
+                jax.eval_shape(layer(number), state, x)
