@@ -75,16 +75,23 @@ def _match(keep: Bool[Array, "B T"], x: Array) -> Array:
     return keep.reshape(keep.shape + (1,) * (x.ndim - 2))
 
 
-def token_arrays(x: KernelArrays, inputs: Inputs) -> tuple[Float[Array, "B HV N C"], Float[Array, "B HV N C"]]:
-    """GDN: log2 decay and beta of every token: too few bytes for the kernels to read them as the caller laid them."""
+def beta_roots(x: KernelArrays) -> Float[Array, "B HV N 2 C"]:
+    """s and t of every token, beta = s t and |s| = |t|: what the two sides of the inverse are scaled with."""
+    beta = x.beta.reshape(*x.beta.shape[:2], -1, 1, CHUNK)
+    root = jnp.sqrt(jnp.abs(beta))
+    return jnp.concatenate([jnp.where(beta < 0, -root, root), root], axis=3)
+
+
+def log2_decays(x: KernelArrays, inputs: Inputs) -> Float[Array, "B HV N C"]:
+    """GDN: log2 decay of every token: too few bytes for the kernels to read them as the caller laid them."""
     time = inputs.q.shape[1]
     g = jnp.maximum(log_decay(x.g, inputs.gate)[..., 0].astype(F32) * LOG2E, STRONGEST)
     g = jnp.where(jnp.arange(g.shape[1])[None, :, None] < time, g, 0.0)
     if x.resets is not None:
         resets = x.resets[:, :, None]
         g = jnp.where(resets > 0, 0.0, jnp.maximum(g + resets, STRONGEST))
-    chunks = lambda y: y.reshape(*y.shape[:2], -1, CHUNK)
-    return chunks(g.swapaxes(1, 2)), chunks(x.beta)
+    g = g.swapaxes(1, 2)
+    return g.reshape(*g.shape[:2], -1, CHUNK)
 
 
 def key_arrays(x: KernelArrays, inputs: Inputs) -> KeyArrays:

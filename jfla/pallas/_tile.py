@@ -1,6 +1,7 @@
 """What every kernel is built from: tile buffers, matmuls of value semantics, masks, and the triangular inverse."""
 
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -77,12 +78,13 @@ def dots(*sums: tuple[Any, ...]) -> list[jax.Array]:
     return pl.run_state(issue)([accumulator.init(acc) for acc, *_ in sums])
 
 
-def pair_decay(before: Any) -> jax.Array:
-    """[C, C]: the decay from token j to token i, from the running sum of log2 decay; 1 above the diagonal."""
+def pair_decay(before: Any, scale: float = 1.0) -> jax.Array:
+    """[C, C]: scale * the decay from token j to token i, from the running sum of log2 decay; 1 above the diagonal."""
     # The barriers keep layout inference from searching through every pair of layouts of one buffer.
-    rows = lax.optimization_barrier(per_row(plgpu.load(before, layout=ROWS), CHUNK))
+    log_scale = math.log2(scale)
+    rows = lax.optimization_barrier(per_row(plgpu.load(before, layout=ROWS) + log_scale, CHUNK))
     between = rows - lax.optimization_barrier(per_column(plgpu.load(before, layout=COLS), CHUNK))
-    return jnp.exp2(jnp.minimum(between, 0.0))
+    return jnp.exp2(jnp.minimum(between, log_scale))
 
 
 def shift(x: jax.Array, bits: Any) -> jax.Array:
@@ -97,68 +99,80 @@ def apart(level: Any) -> jax.Array:
     return shift(index(0), level) ^ shift(index(1), level)
 
 
-def unit_lower_inverse(lower: Any, work: Any, zero: Any, written_out: bool) -> jax.Array:
-    """(I - N)^-1 of the strictly lower N in a float16 tile; `work` is another one. `zero`: see Turn.
+SQUARES = 6  # levels of doubling: blocks of 1, 2, 4 .. 32
+
+
+def squares() -> jax.Array:
+    """[1 + SQUARES, C, C] float16: the diagonal; then for every level the squares that join two of its blocks."""
+    row, column = jnp.indices((CHUNK, CHUNK))
+    levels = [(row >> level) ^ (column >> level) == 1 for level in range(SQUARES)]
+    return jnp.stack([row == column, *(x & (column < row) for x in levels)]).astype(F16)
+
+
+class Inverse(NamedTuple):
+    """(I - N)^-1 of the strictly lower N in the float16 tile `lower`; `work` is another one. `zero`: see Turn.
 
     By doubling blocks, X <- X + X N' X with the N' of the squares that join two blocks: no power of N is formed, so it
     is as stable as substitution. float16 is 8 times finer than bfloat16 at the same cost, and wide enough: in a
-    recurrence that does not blow up the entries of N and X are bounded by beta |k_i| |k_j|. Written out, the levels
-    take fewer instructions, because with the level known most of a square's mask is; in a loop the code is shorter.
+    recurrence that does not blow up the entries of N and X are bounded by beta |k_i| |k_j|.
+
+    `masks` is `squares()` in shared memory, where there is room: without it a square's mask is worked out element by
+    element, which takes four times the instructions.
     """
-    none = zeros(CHUNK, CHUNK).astype(F16)
 
-    def square(level: Any, zero: Any) -> jax.Array:
-        row, column = index(0) + zero, index(1) + zero
-        return jnp.where(shift(row, level) ^ shift(column, level) == 1, plgpu.load(lower, layout=WGMMA), none)
+    lower: Any
+    work: Any
+    zero: Any
+    masks: Any = None
 
-    def double(level: Any, x: jax.Array) -> jax.Array:
+    def square(self, level: Any) -> jax.Array:
+        n = plgpu.load(self.lower, layout=WGMMA)
+        if self.masks is not None:
+            return n * plgpu.load(self.masks.at[level + 1 + self.zero], layout=WGMMA)
+        none, zero = zeros(CHUNK, CHUNK).astype(F16), self.zero * level
+        return jnp.where(shift(index(0) + zero, level) ^ shift(index(1) + zero, level) == 1, n, none)
+
+    def diagonal(self) -> jax.Array:
+        if self.masks is not None:
+            return plgpu.load(self.masks.at[self.zero], layout=WGMMA).astype(F32)
+        same = index(0) + self.zero == index(1) + self.zero
+        return jnp.where(same, zeros(CHUNK, CHUNK) + 1.0, zeros(CHUNK, CHUNK))
+
+    def double(self, level: Any, x: jax.Array) -> jax.Array:
         x16 = x.astype(F16)
-        work[...] = x16
+        self.work[...] = x16
         plgpu.commit_smem()
-        right = dot(zeros(CHUNK, CHUNK), (square(level, zero * level), work)).astype(F16)
-        work[...] = right
+        right = dot(zeros(CHUNK, CHUNK), (self.square(level), self.work)).astype(F16)
+        self.work[...] = right
         plgpu.commit_smem()
-        return dot(x, (x16, work))
+        return dot(x, (x16, self.work))
 
-    diagonal = index(0) + zero == index(1) + zero
-    x = jnp.where(diagonal, zeros(CHUNK, CHUNK) + 1.0, square(0, zero).astype(F32))
-    if not written_out:
-        return lax.fori_loop(1, 6, double, x)
-    for level in range(1, 6):
-        x = double(level, x)
-    return x
+    def __call__(self) -> jax.Array:
+        return lax.fori_loop(1, SQUARES, self.double, self.diagonal() + self.square(0).astype(F32))
 
 
-class Roots:
-    """beta = s t, by rows and by columns, |s| = |t|: what the two sides of the inverse are scaled with.
+def around(x: jax.Array, roots: Any, zero: Any, inverse: bool = False) -> jax.Array:
+    """s x t of x [C, C], or t x s for the inverse. `roots` [2, C]: s and t, beta = s t and |s| = |t|.
 
     (I + diag(beta) L)^-1 diag(beta) = t (I + s L t)^-1 s: a small beta makes small neither rows nor columns alone, and
     what belongs to it keeps its digits in float16.
     """
-
-    def __init__(self, beta: Any):
-        self.beta = beta
-
-    def _root(self, layout: Any, signed: bool) -> jax.Array:
-        beta = plgpu.load(self.beta, layout=layout)
-        root = jnp.sqrt(jnp.abs(beta))
-        return jnp.where(beta < 0.0, -root, root) if signed else root
-
-    def around(self, x: jax.Array, signed_rows: bool) -> jax.Array:
-        """s x t or t x s."""
-        # The barriers keep layout inference from searching through every pair of layouts of one buffer.
-        rows = lax.optimization_barrier(per_row(self._root(ROWS, signed_rows), CHUNK))
-        return x * rows * lax.optimization_barrier(per_column(self._root(COLS, not signed_rows), CHUNK))
+    rows, columns = (
+        plgpu.load(roots.at[zero + inverse], layout=ROWS),
+        plgpu.load(roots.at[zero + 1 - inverse], layout=COLS),
+    )
+    # The barriers keep layout inference from searching through every pair of layouts of one buffer.
+    x = x * lax.optimization_barrier(per_row(rows, CHUNK))
+    return x * lax.optimization_barrier(per_column(columns, CHUNK))
 
 
-def write_lower(lower: jax.Array, beta: Any, tile: Any) -> None:
-    """-s L t of the strictly lower part of L [C, C] into a float16 tile, for `write_inverse`."""
-    lower = Roots(beta).around(-lower, signed_rows=True)
-    tile[...] = jnp.where(index(1) < index(0), lower, zeros(CHUNK, CHUNK)).astype(F16)
+def write_lower(lower: jax.Array, roots: Any, tile: Any, zero: Any) -> None:
+    """-s L t into a float16 tile, of which `Inverse` reads what is strictly lower."""
+    tile[...] = around(-lower, roots, zero).astype(F16)
     plgpu.commit_smem()
 
 
-def write_inverse(lower: Any, work: Any, beta: Any, out: Any, zero: Any, written_out: bool) -> None:
-    """(I + diag(beta) L)^-1 diag(beta) into a bf16 tile, from what `write_lower` left; `work` is a float16 tile."""
-    out[...] = Roots(beta).around(unit_lower_inverse(lower, work, zero, written_out), signed_rows=False).astype(BF16)
+def write_inverse(inverse: Inverse, roots: Any, out: Any) -> None:
+    """(I + diag(beta) L)^-1 diag(beta) into a bf16 tile, from what `write_lower` left."""
+    out[...] = around(inverse(), roots, inverse.zero, inverse=True).astype(BF16)
     plgpu.commit_smem()

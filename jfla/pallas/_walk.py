@@ -1,8 +1,9 @@
 """Walks a state over the chunks of a sequence, forward or in reverse: the shape that all scan kernels share.
 
-One program per sequence, value head, part of time and block of V. Each compute warpgroup owns 64 columns of V and keeps
-its state transposed, [V, K], in the accumulators of the tensor cores, from where it is also the left operand: it never
-leaves the registers, and everything else is transposed with it. One more warpgroup issues the copies, chunks ahead.
+One program per walk, sequence, value head, part of time and block of V. Each compute warpgroup owns 64 columns of V and
+keeps its state transposed, [V, K], in the accumulators of the tensor cores, from where it is also the left operand: it
+never leaves the registers, and everything else is transposed with it. One more warpgroup issues the copies, chunks
+ahead. Walks that do not depend on each other share one grid: alone, one seldom fills the GPU.
 """
 
 from collections.abc import Callable
@@ -30,7 +31,7 @@ class WalkConfig(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """What a step sees of its chunk, in shared memory: only what the walk was asked to bring."""
+    """What a step sees of its chunk, in shared memory: only what its walk reads."""
 
     decays: Decays
     q_in: Any
@@ -41,150 +42,314 @@ class Tiles(NamedTuple):
     values: Any  # [C, 64]: this warpgroup's columns of v or do
 
 
-class Reads(NamedTuple):
-    """Which arrays a walk brings, [B, HV, N, C, C] or None, and the values [B, T, HV, V]."""
-
-    queries: bool
-    outgoing: bool
-    a_qk: jax.Array | None
-    inverse: jax.Array | None
-    values: jax.Array
-
-
 Emit = Callable[[int, jax.Array], None]
 Step = Callable[[jax.Array, Tiles, Emit], jax.Array]
 
 
-def walk(
-    step: Step,
-    op: Operands,
-    reads: Reads,
-    initial: jax.Array,
-    emits: tuple[jax.ShapeDtypeStruct, ...],
-    *,
-    config: WalkConfig,
-    reverse: bool,
-    name: str,
-) -> list[jax.Array]:
-    """Runs `state = step(state, tiles, emit)` over the chunks; returns what was emitted, then the last states.
+class Pair(NamedTuple):
+    """A step as two warpgroups share it: what the next state waits for, and the rest a little later.
 
-    `initial` and the last states are [B, HV, P, V, K] float32, one for each of P parts of time. `emit(i, x)` writes the
-    chunk's part of output i: x [V, C] into rows of [B, T, HV, V], or x [V, K] into a tile of [B, HV, N, V, K].
+    `lead(state, tiles, hand)` returns the state and hands two arrays on, `hand(0, x [V, K])` and `hand(1, x [V, C])`,
+    bf16. `follow(tiles, taken, emit)` gets them in shared memory, by `taken(0)` and `taken(1)`.
     """
-    batch, heads, parts, value_dim, key_dim = initial.shape
-    n_chunks = reads.values.shape[1] // CHUNK
-    per_part = -(-n_chunks // parts)
-    v_block, stages = min(config.v_block, value_dim), config.stages
-    workers = v_block // BLOCK
-    scalar = len(op.decay.shape) == 5
-    outgoing = reads.outgoing and not scalar  # GDN has one k
-    arrays = [op.k_in, op.decay, reads.values, initial]
-    arrays += [a for a, used in ((op.q_in, reads.queries), (op.k_out, outgoing)) if used]
-    arrays += [a for a in (reads.a_qk, reads.inverse) if a is not None]
+
+    lead: Step
+    follow: Callable[[Tiles, Callable[[int], Any], Emit], None]
+
+
+class Arrays(NamedTuple):
+    """What a walk reads of device memory; None for what its steps do not use. `operand` and `initial`: see `walk`."""
+
+    k_in: Any
+    decay: Any
+    q_in: Any
+    k_out: Any  # None for GDN, which has one k
+    a_qk: Any
+    inverse: Any
+    values: Any  # [B, T, HV, V]
+    initial: Any
+
+
+class Walk(NamedTuple):
+    """`state = step(state, tiles, emit)` over the chunks, from the first or, in reverse, from the last.
+
+    `emit(i, x)` writes the chunk's part of emits[i]: x [V, C] into rows of [B, T, HV, V], or x [V, K] into a tile of
+    [B, HV, N, V, K]. `pair` is the same step for two warpgroups.
+    """
+
+    step: Step
+    arrays: Arrays
+    emits: tuple[jax.ShapeDtypeStruct, ...]
+    reverse: bool = False
+    pair: Pair | None = None
+
+
+def arrays(
+    op: Operands, values: jax.Array, initial: jax.Array, a_qk: Any, inverse: Any, queries: bool = True
+) -> Arrays:
+    """`initial` [B, HV, P, V, K] float32, one for each of P parts of time. `queries`: whether the steps use q."""
+    k_out = None if len(op.decay.shape) == 5 else op.k_out
+    return Arrays(op.k_in, op.decay, op.q_in if queries else None, k_out, a_qk, inverse, values, initial)
+
+
+class Barriers(NamedTuple):
+    """full, empty: of the stages. handed [2 chunks * 2 arrays], taken [2 chunks]: between the warpgroups of a pair."""
+
+    full: Any
+    empty: Any
+    handed: Any
+    taken: Any
+
+
+class Program(NamedTuple):
+    """One program at work: references in device memory, and in shared memory with a leading axis of stages."""
+
+    walk: Walk
+    config: WalkConfig
+    here: Arrays  # in device memory
+    emits: list[Any]
+    last: Any
+    s: Arrays  # in shared memory; values [stages, workers, C, 64]
+    staging: list[Any]
+    handed: tuple[Any, Any]  # [2 chunks] tiles [64, K] and [64, C], for pairs
+    barriers: "Barriers"
+
+    @property
+    def heads(self) -> int:
+        return self.walk.arrays.values.shape[2]
+
+    @property
+    def workers(self) -> int:
+        return self.config.v_block // BLOCK
+
+    @property
+    def chunks(self) -> tuple[Any, Any]:
+        """(first, number) of the chunks in this program's part of time."""
+        parts, n_chunks = self.walk.arrays.initial.shape[2], self.walk.arrays.values.shape[1] // CHUNK
+        per_part = -(-n_chunks // parts)
+        first = lax.axis_index("part") * per_part
+        return first, jnp.minimum(per_part, n_chunks - first)
+
+    def place(self, i: Any) -> Place:
+        first, length = self.chunks
+        return Place(
+            lax.axis_index("sequence"), lax.axis_index("head"), first + (length - 1 - i if self.walk.reverse else i)
+        )
+
+    def columns(self, worker: Any) -> Any:
+        return pl.ds(lax.axis_index("column") * self.config.v_block + worker * BLOCK, BLOCK)
+
+    def slot(self, i: Any) -> Any:
+        return lax.rem(i, jnp.int32(self.config.stages))
+
+    def tiles(self, slot: Any, worker: Any) -> Tiles:
+        at = lambda ref: None if ref is None else ref.at[slot]
+        scalar = len(self.walk.arrays.decay.shape) == 5
+        k_in, k_out = at(self.s.k_in), at(self.s.k_in if scalar else self.s.k_out)
+        decays = Decays(scalar, at(self.s.decay))
+        return Tiles(
+            decays, at(self.s.q_in), k_in, k_out, at(self.s.a_qk), at(self.s.inverse), self.s.values.at[slot, worker]
+        )
+
+    def compute(self, worker: Any) -> None:
+        """What a compute warpgroup does: the first of a pair, if there are pairs."""
+        plgpu.set_max_registers(232, action="increase")
+        place, columns = self.place(0), self.columns(worker)
+        at = (place.batch, place.head, lax.axis_index("part"), columns)
+        state = plgpu.load(self.here.initial.at[at], layout=WGMMA, optimized=False)
+        body = self.chunk if self.handed[0] is None else self.lead
+        self.last.at[at][...] = lax.fori_loop(0, self.chunks[1], lambda i, state: body(i, state, worker), state)
+        if self.handed[0] is not None:
+            length = self.chunks[1]
+
+            @pl.loop(jnp.maximum(length - 2, 0), length)
+            def _(i):
+                plgpu.barrier_wait(self.barriers.taken.at[i & 1])
+
+        plgpu.wait_smem_to_gmem(0)
+
+    def chunk(self, i: Any, state: jax.Array, worker: Any) -> jax.Array:
+        slot = self.slot(i)
+        plgpu.barrier_wait(self.barriers.full.at[slot])
+        emitted: list[int] = []
+        state = self.walk.step(state, self.tiles(slot, worker), self.emitter(emitted, worker))
+        plgpu.commit_smem()  # also orders this chunk's reads before the copies that reuse its slot
+        plgpu.barrier_arrive(self.barriers.empty.at[slot])
+        self.store(emitted, i, worker)
+        return state
+
+    def lead(self, i: Any, state: jax.Array, worker: Any) -> jax.Array:
+        slot, half = self.slot(i), i & 1
+        pl.when(i >= 2)(lambda: plgpu.barrier_wait(self.barriers.taken.at[half]))
+        plgpu.barrier_wait(self.barriers.full.at[slot])
+
+        def hand(which: int, x: jax.Array) -> None:
+            self.handed[which].at[half][...] = x
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(self.barriers.handed.at[2 * half + which])
+
+        state = self._pair.lead(state, self.tiles(slot, worker), hand)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(self.barriers.empty.at[slot])
+        return state
+
+    def follow(self) -> None:
+        """What the second warpgroup of a pair does."""
+        plgpu.set_max_registers(232, action="increase")
+
+        def taken(half: Any, which: int) -> Any:
+            plgpu.barrier_wait(self.barriers.handed.at[2 * half + which])
+            return self.handed[which].at[half]
+
+        @pl.loop(0, self.chunks[1])
+        def _(i):
+            slot, half = self.slot(i), i & 1
+            plgpu.barrier_wait(self.barriers.full.at[slot])
+            emitted: list[int] = []
+            tiles = self.tiles(slot, half * 0)
+            self._pair.follow(tiles, lambda which: taken(half, which), self.emitter(emitted, half * 0))
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(self.barriers.empty.at[slot])
+            plgpu.barrier_arrive(self.barriers.taken.at[half])
+            self.store(emitted, i, half * 0)
+
+        plgpu.wait_smem_to_gmem(0)
+
+    @property
+    def _pair(self) -> Pair:
+        assert self.walk.pair is not None
+        return self.walk.pair
+
+    def emitter(self, emitted: list[int], worker: Any) -> Emit:
+        def emit(which: int, x: jax.Array) -> None:
+            if not emitted:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            emitted.append(which)
+            buffer, out = self.staging[which].at[worker], self.walk.emits[which]
+            target = buffer if len(out.shape) == 5 else transposed(buffer)
+            target[...] = x.astype(out.dtype)
+
+        return emit
+
+    def store(self, emitted: list[int], i: Any, worker: Any) -> None:
+        """Starts the copies of what the step of chunk i has emitted."""
+        columns = self.columns(worker)
+        for which in emitted:
+            out, place = self.emits[which], self.place(i)
+            is_tile = len(self.walk.emits[which].shape) == 5
+            view = place.tile(out).at[columns] if is_tile else place.rows(out, self.heads, columns)
+            plgpu.copy_smem_to_gmem(self.staging[which].at[worker], view)
+
+    def issue(self, i: Any, slot: Any) -> None:
+        """Starts the copies of chunk i."""
+        place, here, s = self.place(i), self.here, self.s
+        tiles = [(here.k_in, s.k_in), (here.q_in, s.q_in), (here.k_out, s.k_out)]
+        views = [(place.operand(source, self.heads), target) for source, target in tiles if source is not None]
+        tiles = [(here.decay, s.decay), (here.a_qk, s.a_qk), (here.inverse, s.inverse)]
+        views += [(place.tile(source), target) for source, target in tiles if source is not None]
+        for source, target in views:
+            plgpu.copy_gmem_to_smem(source, target.at[slot], self.barriers.full.at[slot])
+        for worker in range(self.workers):
+            source = place.rows(here.values, self.heads, self.columns(worker))
+            plgpu.copy_gmem_to_smem(source, s.values.at[slot, worker], self.barriers.full.at[slot])
+
+    def load(self) -> None:
+        """What the warpgroup that issues copies does."""
+        plgpu.set_max_registers(40, action="decrease")
+        length, stages = self.chunks[1], self.config.stages
+        for i in range(stages):
+            pl.when(i < length)(lambda i=i: self.issue(i, i))
+
+        @pl.loop(0, length - stages)
+        def _(i):
+            plgpu.barrier_wait(self.barriers.empty.at[self.slot(i)])
+            self.issue(i + stages, self.slot(i))
+
+        # Every arrival has to be observed.
+        @pl.loop(jnp.maximum(length - stages, 0), length)
+        def _(i):
+            plgpu.barrier_wait(self.barriers.empty.at[self.slot(i)])
+
+
+def walk(walks: tuple[Walk, ...], *, config: WalkConfig, name: str) -> list[list[jax.Array]]:
+    """Of every walk: what was emitted, then the last states [B, HV, P, V, K] float32. All are of one shape."""
+    batch, heads, parts, value_dim, _ = walks[0].arrays.initial.shape
+    config = config._replace(v_block=min(config.v_block, value_dim))
+    workers, stages = config.v_block // BLOCK, config.stages
+    paired = workers == 1 and all(w.pair is not None for w in walks)
+    sources, structure = jax.tree.flatten([w.arrays for w in walks])
+    out_types = [[*w.emits, jax.ShapeDtypeStruct(w.arrays.initial.shape, F32)] for w in walks]
+    outs_flat, outs_structure = jax.tree.flatten(out_types)
 
     def kernel(*refs: Any) -> None:
-        *in_out, ((q_s, k_in_s, k_out_s, decay_s, a_s, x_s, values_s, *emit_s), full, empty) = refs
-        k_in_g, decay_g, values_g, initial_g, *rest = in_out
-        q_g, k_out_g, a_g, x_g = (None if s is None else rest.pop(0) for s in (q_s, k_out_s, a_s, x_s))
-        *emit_g, last_g = rest
-        column, part, head, sequence = (lax.axis_index(axis) for axis in ("column", "part", "head", "sequence"))
-        wg = lax.axis_index("wg")
-        first = part * per_part
-        length = jnp.minimum(per_part, n_chunks - first)
-        columns = pl.ds(column * v_block + wg * BLOCK, BLOCK)
+        *refs, (buffers, *barriers) = refs
+        here = structure.unflatten(refs[: len(sources)])
+        outs = outs_structure.unflatten(refs[len(sources) :])
+        tiles, staging = buffers[: len(Arrays._fields)], buffers[len(Arrays._fields) :]
+        wg, n = lax.axis_index("wg"), len(Barriers._fields)
 
-        def place(i: Any) -> Place:
-            return Place(sequence, head, first + (length - 1 - i if reverse else i))
+        def run(i: int) -> None:
+            *emits, last = outs[i]
+            mine = Barriers(*barriers[n * i : n * (i + 1)])
+            program = Program(
+                walks[i], config, here[i], emits, last, Arrays(*tiles), staging[2:], (staging[0], staging[1]), mine
+            )
+            pl.when(wg < workers)(lambda: program.compute(wg))
+            if paired:
+                pl.when(wg == workers)(program.follow)
+            pl.when(wg == workers + paired)(program.load)
 
-        def compute() -> None:
-            plgpu.set_max_registers(232, action="increase")
+        for i in range(len(walks)):
+            pl.when(lax.axis_index("walk") == i)(lambda i=i: run(i))
 
-            def chunk(i: Any, state: jax.Array) -> jax.Array:
-                slot = lax.rem(i, jnp.int32(stages))
-                plgpu.barrier_wait(full.at[slot])
-                at = lambda ref: None if ref is None else ref.at[slot]
-                k_out = k_in_s if scalar else k_out_s
-                decays, values = Decays(scalar, at(decay_s)), values_s.at[slot, wg]
-                tiles = Tiles(decays, at(q_s), at(k_in_s), at(k_out), at(a_s), at(x_s), values)
-                emitted: list[int] = []
+    def barriers(w: Walk) -> Barriers:
+        # Everything is one copy but the initial state, which is none, and the values, one for every worker.
+        copies = sum(x is not None for x in w.arrays) - 2 + workers
+        return Barriers(
+            full=plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
+            empty=plgpu.Barrier(num_arrivals=workers + paired, num_barriers=stages),
+            handed=plgpu.Barrier(num_barriers=4),
+            taken=plgpu.Barrier(num_barriers=2),
+        )
 
-                def emit(which: int, x: jax.Array) -> None:
-                    if not emitted:
-                        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    emitted.append(which)
-                    buffer = emit_s[which].at[wg]
-                    target = buffer if len(emits[which].shape) == 5 else transposed(buffer)
-                    target[...] = x.astype(emits[which].dtype)
-
-                state = step(state, tiles, emit)
-                plgpu.commit_smem()  # also orders this chunk's reads before the copies that reuse its slot
-                plgpu.barrier_arrive(empty.at[slot])
-                for which in emitted:
-                    source, target = emit_s[which].at[wg], emit_g[which]
-                    is_tile = len(emits[which].shape) == 5
-                    view = place(i).tile(target).at[columns] if is_tile else place(i).rows(target, heads, columns)
-                    plgpu.copy_smem_to_gmem(source, view)
-                return state
-
-            at = (sequence, head, part, columns)
-            state = lax.fori_loop(0, length, chunk, plgpu.load(initial_g.at[at], layout=WGMMA, optimized=False))
-            last_g.at[at][...] = state
-            plgpu.wait_smem_to_gmem(0)
-
-        def load() -> None:
-            plgpu.set_max_registers(40, action="decrease")
-
-            def issue(i: Any, slot: Any) -> None:
-                here = place(i)
-                tiles = [(here.operand(k_in_g, heads), k_in_s), (here.tile(decay_g), decay_s)]
-                tiles += [(here.operand(g, heads), s) for g, s in ((q_g, q_s), (k_out_g, k_out_s)) if s is not None]
-                tiles += [(here.tile(g), s) for g, s in ((a_g, a_s), (x_g, x_s)) if s is not None]
-                for source, target in tiles:
-                    plgpu.copy_gmem_to_smem(source, target.at[slot], full.at[slot])
-                for w in range(workers):
-                    source = here.rows(values_g, heads, pl.ds(column * v_block + w * BLOCK, BLOCK))
-                    plgpu.copy_gmem_to_smem(source, values_s.at[slot, w], full.at[slot])
-
-            for i in range(stages):
-                pl.when(i < length)(lambda i=i: issue(i, i))
-
-            @pl.loop(0, length - stages)
-            def _(i):
-                slot = lax.rem(i, jnp.int32(stages))
-                plgpu.barrier_wait(empty.at[slot])
-                issue(i + stages, slot)
-
-            # Every arrival has to be observed.
-            @pl.loop(jnp.maximum(length - stages, 0), length)
-            def _(i):
-                plgpu.barrier_wait(empty.at[lax.rem(i, jnp.int32(stages))])
-
-        pl.when(wg < workers)(compute)
-        pl.when(wg == workers)(load)
-
-    key_tiles = lambda used: tile_buffer(stages, CHUNK, key_dim) if used else None
-    pair_tiles = lambda used: tile_buffer(stages, CHUNK, CHUNK) if used else None
-    staging = [(BLOCK, key_dim) if len(e.shape) == 5 else (CHUNK, BLOCK) for e in emits]
     out = launch(
         kernel,
-        tuple(arrays),
-        out_type=(*emits, jax.ShapeDtypeStruct(initial.shape, F32)),
-        grid={"column": value_dim // v_block, "part": parts, "head": heads, "sequence": batch},
-        warpgroups=workers + 1,
-        buffers=(
-            key_tiles(reads.queries),
-            key_tiles(True),
-            key_tiles(outgoing),
-            decay_buffer(scalar, stages, key_dim),
-            pair_tiles(reads.a_qk is not None),
-            pair_tiles(reads.inverse is not None),
-            tile_buffer(stages, workers, CHUNK, BLOCK),
-            *(tile_buffer(workers, *shape) for shape in staging),
-        ),
-        barriers=(
-            plgpu.Barrier(num_arrivals=len(arrays) - 2 + workers, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=workers, num_barriers=stages),
-        ),
+        tuple(sources),
+        out_type=tuple(outs_flat),
+        grid={
+            "column": value_dim // config.v_block,
+            "part": parts,
+            "walk": len(walks),
+            "head": heads,
+            "sequence": batch,
+        },
+        warpgroups=workers + paired + 1,
+        buffers=_buffers(walks, config, paired),
+        barriers=tuple(b for w in walks for b in barriers(w)),
         name=name,
     )
-    return list(out)
+    return outs_structure.unflatten(out)
+
+
+def _buffers(walks: tuple[Walk, ...], config: WalkConfig, paired: bool) -> tuple[Any, ...]:
+    """What any of the walks reads; the tiles that a pair hands on; and those for what is emitted."""
+    key_dim, stages, workers = walks[0].arrays.initial.shape[-1], config.stages, config.v_block // BLOCK
+    used = Arrays(*(any(x is not None for x in field) for field in zip(*(w.arrays for w in walks))))
+    keys = lambda wanted: tile_buffer(stages, CHUNK, key_dim) if wanted else None
+    pairs = lambda wanted: tile_buffer(stages, CHUNK, CHUNK) if wanted else None
+    staging = [(BLOCK, key_dim) if len(e.shape) == 5 else (CHUNK, BLOCK) for e in walks[0].emits]
+    return (
+        *Arrays(
+            k_in=keys(True),
+            decay=decay_buffer(len(walks[0].arrays.decay.shape) == 5, stages, key_dim),
+            q_in=keys(used.q_in),
+            k_out=keys(used.k_out),
+            a_qk=pairs(used.a_qk),
+            inverse=pairs(used.inverse),
+            values=tile_buffer(stages, workers, CHUNK, BLOCK),
+            initial=None,
+        ),
+        tile_buffer(2, BLOCK, key_dim) if paired else None,
+        tile_buffer(2, BLOCK, CHUNK) if paired else None,
+        *(tile_buffer(workers, *shape) for shape in staging),
+    )

@@ -13,12 +13,13 @@ from jfla._types import Value as Values
 from jfla.pallas import _config
 from jfla.pallas._arrays import (
     KernelArrays,
+    beta_roots,
     cotangents,
     kernel_arrays,
     kernel_cotangent,
     key_arrays,
     key_options,
-    token_arrays,
+    log2_decays,
 )
 from jfla.pallas._chunk import Ends
 from jfla.pallas._launch import interpreted
@@ -27,7 +28,7 @@ from jfla.pallas._tile import BF16, F32
 from jfla.pallas.chunk_gradients import chunk_gradients
 from jfla.pallas.prepare_gdn import TokenArrays, prepare_gdn
 from jfla.pallas.prepare_kda import prepare_kda
-from jfla.pallas.scan import adjoint_scan, output_scan, state_scan
+from jfla.pallas.scan import backward_scans, output_scan
 
 
 class Prepared(NamedTuple):
@@ -42,12 +43,11 @@ def prepare(x: KernelArrays, inputs: Inputs, options: Options, with_pairs: bool 
     """Chunk by chunk: gate, norms, decayed dots, inverse. The one place where KDA and GDN part."""
     key_dim, static = x.q.shape[-1], key_options(inputs, options)
     with jax.named_scope("jfla_prepare"):
+        roots = beta_roots(x) if with_pairs else None
         if x.g.shape[-1] == 1:
-            g, beta = token_arrays(x, inputs)
-            tokens = TokenArrays(g, beta if with_pairs else None)
+            tokens = TokenArrays(log2_decays(x, inputs), roots)
             return Prepared(*prepare_gdn(x.q, x.k, tokens, static, _config.prepare_gdn_config(key_dim)))
-        beta = x.beta if with_pairs else None
-        return Prepared(*prepare_kda(key_arrays(x, inputs), beta, x.v.shape[2], static, _config.MULTIPROCESSORS), None)
+        return Prepared(*prepare_kda(key_arrays(x, inputs), roots, x.v.shape[2], static, _config.MULTIPROCESSORS), None)
 
 
 def forward(inputs: Inputs, options: Options) -> tuple[DeltaRuleOutput, Pairs]:
@@ -85,10 +85,9 @@ def scans(x: KernelArrays, carried: Operands, pairs: Pairs, do: Array, d_final: 
     batch, heads, _, value_dim, key_dim = x.initial.shape
     config = _config.scan_config(key_dim, value_dim, batch * heads)
     d_last = jnp.zeros_like(x.initial) if d_final is None else d_final.mT[:, :, None]
-    with jax.named_scope("jfla_state_scan"):
-        states, v_new = state_scan(carried, pairs, x.v, x.initial, config)
-    with jax.named_scope("jfla_adjoint_scan"):
-        dends, dv, d_initial = adjoint_scan(carried, pairs, do, d_last, config)
+    with jax.named_scope("jfla_backward_scans"):
+        first_and_last = x.initial, d_last
+        states, v_new, dends, dv, d_initial = backward_scans(carried, pairs, x.v, do, first_and_last, config)
     return Ends(states, dends, v_new, do, dv), d_initial
 
 

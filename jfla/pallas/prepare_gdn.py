@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfla._types import CHUNK
@@ -22,11 +23,14 @@ from jfla.pallas._tile import (
     F16,
     F32,
     ROWS,
+    SQUARES,
+    Inverse,
     dot,
     index,
     pair_decay,
     per_column,
     per_row,
+    squares,
     tile_buffer,
     transposed,
     write_inverse,
@@ -34,9 +38,6 @@ from jfla.pallas._tile import (
     zeros,
 )
 from jfla.pallas._work import Turn, Work
-
-
-WRITTEN_OUT = True
 
 
 class PrepareConfig(NamedTuple):
@@ -47,21 +48,22 @@ class PrepareConfig(NamedTuple):
 
 
 class TokenArrays(NamedTuple):
-    """Of every chunk, [B, HV, N, C] float32: log2 decay, and beta, or None where the pairs are known."""
+    """Of every chunk, float32: log2 decay [B, HV, N, C]; roots of beta [B, HV, N, 2, C] unless the pairs are known."""
 
     g: Any
-    beta: Any
+    roots: Any
 
 
 class Worker(NamedTuple):
     """The references of one warpgroup and its chunk."""
 
     keys: Keys
-    lower: Any  # float16 tiles: what is inverted, and where
+    tile: Any  # float16: what is inverted, and where
     work: Any
     g: Any  # [C] each
     before: Any
-    beta: Any
+    roots: Any  # [2, C]
+    masks: Any  # `squares`
     factors: Any  # [4, C]
     loaded: Any
     zero: Any
@@ -69,13 +71,17 @@ class Worker(NamedTuple):
     def at(self, n: int) -> Any:
         return self.zero + n  # `dot` cannot close over a reference that a Python int indexed
 
+    def lower(self, stage: int) -> jax.Array:
+        """True up to the diagonal. The same masks for two stages would be kept, packed bit by bit, in between."""
+        return index(1) + (self.zero & (1 << stage)) <= index(0)
+
 
 def load_chunk(w: Worker, q: Any, k: Any, tokens: TokenArrays) -> None:
     keys, place = w.keys, w.keys.place
     if keys.q is not None:
         for b in range(keys.blocks):
             keys.fetch(b, q, k, w.loaded)
-    for source, target in zip(tokens, (w.g, w.beta)):
+    for source, target in zip(tokens, (w.g, w.roots)):
         if target is not None:
             plgpu.copy_gmem_to_smem(place.tile(source), target, w.loaded)
     plgpu.barrier_wait(w.loaded)
@@ -85,7 +91,7 @@ def write_factors(w: Worker) -> None:
     """What multiplies a token's row of q and k where they meet the state, and the decay of the whole chunk."""
     keys = w.keys
     columns = lax.optimization_barrier(per_column(plgpu.load(w.g, layout=COLS), CHUNK))
-    before = jnp.sum(jnp.where(index(1) <= index(0), columns, zeros(CHUNK, CHUNK)), axis=1)
+    before = jnp.sum(jnp.where(w.lower(0), columns, zeros(CHUNK, CHUNK)), axis=1)
     w.before[...] = before
     if keys.options.qk_norm:
         for b in range(keys.blocks):
@@ -107,20 +113,19 @@ def write_pairs(w: Worker, pairs: Pairs) -> None:
     def dots(which: int) -> jax.Array:
         rows = (keys.q, keys.k)[which]
         x = dot(zeros(CHUNK, CHUNK), *[(rows.at[b], transposed(keys.k.at[b])) for b in blocks])
-        x = x * keys.scale(which)
         if keys.options.qk_norm:
             x = x * lax.optimization_barrier(per_row(keys.factor(which), CHUNK))
             x = x * lax.optimization_barrier(per_column(keys.factor(K, COLS), CHUNK))
-        return x * pair_decay(w.before)
+        return x * pair_decay(w.before, keys.scale(which))
 
     # What is stored takes the place of what the dots have read.
     lower, a_tile, inverse = dots(K), keys.q.at[w.at(0)], keys.k.at[w.at(0)]
-    a_qk = jnp.where(index(1) <= index(0), dots(Q), zeros(CHUNK, CHUNK)).astype(BF16)
+    a_qk = jnp.where(w.lower(1), dots(Q), zeros(CHUNK, CHUNK)).astype(BF16)
     a_tile[...] = a_qk
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(a_tile, place.tile(pairs.a_qk))
-    write_lower(lower, w.beta, w.lower)
-    write_inverse(w.lower, w.work, w.beta, inverse, w.zero, written_out=WRITTEN_OUT)
+    write_lower(lower, w.roots, w.tile, w.zero)
+    write_inverse(Inverse(w.tile, w.work, w.zero, w.masks), w.roots, inverse)
     plgpu.copy_smem_to_gmem(inverse, place.tile(pairs.inverse))
 
 
@@ -129,23 +134,23 @@ def prepare_gdn(
 ) -> tuple[Operands, Pairs | None, jax.Array]:
     """The factors of every row of q and k; the pairs of every chunk; the running sum of log2 decay."""
     batch, heads, n_chunks, _ = tokens.g.shape
-    key_dim, with_pairs = q.shape[-1], tokens.beta is not None
+    key_dim, with_pairs = q.shape[-1], tokens.roots is not None
     blocks, with_keys = key_dim // BLOCK, with_pairs or options.qk_norm
     work = Work(batch, heads, n_chunks, workers=config.workers, programs=config.programs)
 
     def kernel(*refs: Any) -> None:
         q_g, k_g, g_g, *rest = refs
-        beta_g = rest.pop(0) if with_pairs else None
-        zero_g, factors_o, before_o, *pair_o, (buffers, loaded) = rest
+        roots_g, masks_g = (rest.pop(0), rest.pop(0)) if with_pairs else (None, None)
+        zero_g, factors_o, before_o, *pair_o, ((masks_s, *buffers), loaded, started) = rest
         wg = lax.axis_index("wg")
 
         def chunk(turn: Turn) -> None:
             place = turn.place
             mine = [None if buffer is None else buffer.at[wg + turn.zero] for buffer in buffers]
-            q_s, k_s, norms_s, lower_s, work_s, g_s, before_s, beta_s, factors_s = mine
+            q_s, k_s, norms_s, tile_s, work_s, g_s, before_s, roots_s, factors_s = mine
             keys = Keys(options, place, heads, blocks, q_s, k_s, norms_s)
-            w = Worker(keys, lower_s, work_s, g_s, before_s, beta_s, factors_s, loaded.at[wg], turn.zero)
-            load_chunk(w, q_g, k_g, TokenArrays(g_g, beta_g))
+            w = Worker(keys, tile_s, work_s, g_s, before_s, roots_s, masks_s, factors_s, loaded.at[wg], turn.zero)
+            load_chunk(w, q_g, k_g, TokenArrays(g_g, roots_g))
             write_factors(w)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(w.factors, place.tile(factors_o))
@@ -154,6 +159,14 @@ def prepare_gdn(
                 write_pairs(w, Pairs(*pair_o))
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
+        if with_pairs:
+
+            @pl.when(wg == 0)
+            def _():
+                for i in range(1 + SQUARES):
+                    plgpu.copy_gmem_to_smem(masks_g.at[i], masks_s.at[i], started)
+
+            plgpu.barrier_wait(started)
         work.each_chunk(chunk, wg, zero_g)
         plgpu.wait_smem_to_gmem(0)
 
@@ -162,7 +175,7 @@ def prepare_gdn(
     square, per_token = shape((*lead, CHUNK, CHUNK), BF16), shape((*lead, CHUNK), F32)
     tiles = lambda *shape, dtype=BF16: tile_buffer(config.workers, *shape, CHUNK, BLOCK, dtype=dtype)
     vector = lambda *shape: plgpu.SMEM((config.workers, *shape, CHUNK), F32)
-    sources = (q, k, tokens.g, tokens.beta, jnp.zeros(1, jnp.int32))
+    sources = (q, k, tokens.g, tokens.roots, squares() if with_pairs else None, jnp.zeros(1, jnp.int32))
     decay, before, *pairs = launch(
         kernel,
         tuple(a for a in sources if a is not None),
@@ -170,6 +183,7 @@ def prepare_gdn(
         grid={"program": work.used},
         warpgroups=config.workers,
         buffers=(
+            tile_buffer(1 + SQUARES, CHUNK, BLOCK, dtype=F16) if with_pairs else None,
             tiles(blocks) if with_keys else None,
             tiles(blocks) if with_keys else None,
             vector(2, blocks),
@@ -177,10 +191,13 @@ def prepare_gdn(
             tiles(dtype=F16) if with_pairs else None,
             vector(),
             vector(),
-            vector() if with_pairs else None,
+            vector(2) if with_pairs else None,
             vector(4),
         ),
-        barriers=(plgpu.Barrier(num_arrivals=1 + with_pairs + 2 * blocks * with_keys, num_barriers=config.workers),),
+        barriers=(
+            plgpu.Barrier(num_arrivals=1 + with_pairs + 2 * blocks * with_keys, num_barriers=config.workers),
+            plgpu.Barrier(num_arrivals=1 + SQUARES),
+        ),
         name="jfla_prepare_gdn",
     )
     return Operands(q, k, k, decay), (Pairs(*pairs) if with_pairs else None), before

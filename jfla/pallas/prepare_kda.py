@@ -31,6 +31,7 @@ from jfla.pallas._tile import (
     F16,
     F32,
     ROWS,
+    Inverse,
     apart,
     dot,
     index,
@@ -50,10 +51,10 @@ HALVING = (*map(_patterns.stretch, reversed(range(_patterns.LEVELS))), np.zeros(
 
 
 class PrepareArrays(NamedTuple):
-    """What the kernel reads: beta [B, HV, T], or None where the pairs are known; patterns for START and HALVING."""
+    """What the kernel reads. roots: of beta, [B, HV, N, 2, C], unless the pairs are known; START and HALVING."""
 
     keys: KeyArrays
-    beta: Any
+    roots: Any
     starts: Any
     halving: Any
 
@@ -77,14 +78,14 @@ class Tiles(NamedTuple):
     lower: Any  # one float16 tile, what is inverted
     work: Any  # one float16 tile
     inverse: Any  # one tile
-    beta: Any  # [2, C]: for the second and the third warpgroup
+    roots: Any  # [2, 2, C]: beta's, for the second and the third warpgroup
 
 
 class Barriers(NamedTuple):
     started: Any
     loaded: Any  # [2 warpgroups * 2 chunks]
     raw: Any  # [2 warpgroups]
-    beta: Any  # [2]
+    roots: Any  # [2]
     met: Any
     pattern: Any
     handed: Any  # what is inverted is there
@@ -152,11 +153,11 @@ class Team(NamedTuple):
         view = place.rows(self.arrays.keys.g, self.keys.value_heads, pl.ds(self.me * BLOCK, BLOCK))
         plgpu.copy_gmem_to_smem(view, self.s.raw.at[self.me], self.barriers.raw.at[self.me])
 
-    def fetch_beta(self) -> None:
+    def fetch_roots(self) -> None:
         """For the warpgroups 1 and 2."""
         place, which = self.keys.place, self.me - 1
-        source = self.arrays.beta.at[place.batch, place.head, place.tokens]
-        plgpu.copy_gmem_to_smem(source, self.s.beta.at[which], self.barriers.beta.at[which])
+        source = place.tile(self.arrays.roots)
+        plgpu.copy_gmem_to_smem(source, self.s.roots.at[which], self.barriers.roots.at[which])
 
 
 def operands(t: Team, out: Operands, pairs: bool) -> None:
@@ -235,7 +236,7 @@ def share_chunk(t: Team, out: Operands, pairs: Pairs | None) -> None:
     """What the first two warpgroups do with a chunk."""
     keys = t.keys
     if pairs is not None:
-        pl.when(t.me == 1)(t.fetch_beta)
+        pl.when(t.me == 1)(t.fetch_roots)
     t.channels(lambda: load_chunk(t))
     if keys.options.qk_norm and keys.blocks > 1:
         t.meet()
@@ -255,43 +256,43 @@ def share_chunk(t: Team, out: Operands, pairs: Pairs | None) -> None:
 
     @pl.when(t.me == 1)
     def _keys():
-        plgpu.barrier_wait(t.barriers.beta.at[0])
+        plgpu.barrier_wait(t.barriers.roots.at[0])
         plgpu.barrier_wait(t.barriers.taken)
-        write_lower(x, t.s.beta.at[t.turn.zero], t.s.lower.at[t.turn.zero])
+        write_lower(x, t.s.roots.at[t.turn.zero], t.s.lower.at[t.turn.zero], t.turn.zero)
         plgpu.barrier_arrive(t.barriers.handed)
 
 
 def invert(t: Team, pairs: Pairs) -> None:
     """What the third warpgroup does."""
-    t.fetch_beta()
+    t.fetch_roots()
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    plgpu.barrier_wait(t.barriers.beta.at[1])
+    plgpu.barrier_wait(t.barriers.roots.at[1])
     plgpu.barrier_wait(t.barriers.handed)
     zero = t.turn.zero
     lower, work, out = (x.at[zero] for x in (t.s.lower, t.s.work, t.s.inverse))
-    write_inverse(lower, work, t.s.beta.at[zero + 1], out, zero, written_out=False)
+    write_inverse(Inverse(lower, work, zero), t.s.roots.at[zero + 1], out)
     plgpu.barrier_arrive(t.barriers.taken)
     plgpu.copy_smem_to_gmem(out, t.keys.place.tile(pairs.inverse))
 
 
 def prepare_kda(
-    x: KeyArrays, beta: jax.Array | None, heads: int, options: KeyOptions, programs: int
+    x: KeyArrays, roots: jax.Array | None, heads: int, options: KeyOptions, programs: int
 ) -> tuple[Operands, Pairs | None]:
-    """The operands of every chunk, and its pairs unless the caller has them: beta [B, HV, T], or None."""
+    """The operands of every chunk, and its pairs unless the caller has them: beta's roots [B, HV, N, 2, C], or None."""
     batch, padded, _, key_dim = x.q.shape
     n_chunks, blocks = padded // CHUNK, key_dim // BLOCK
     work = Work(batch, heads, n_chunks, workers=1, programs=programs)
-    packed, given, with_pairs = x.resets is not None, options.kind.name == "given", beta is not None
+    packed, given, with_pairs = x.resets is not None, options.kind.name == "given", roots is not None
     sources = [x.q, x.k, x.g, x.rates, x.bias, _patterns.stack(F16, *START), _patterns.stack(F16, *HALVING)]
-    sources += [jnp.zeros(1, jnp.int32), *(a for a in (beta, x.resets) if a is not None)]
+    sources += [jnp.zeros(1, jnp.int32), *(a for a in (roots, x.resets) if a is not None)]
 
     def kernel(*refs: Any) -> None:
         q_g, k_g, g_g, rates_g, bias_g, starts_g, halving_g, zero_g, *rest = refs
-        beta_g = rest.pop(0) if with_pairs else None
+        roots_g = rest.pop(0) if with_pairs else None
         resets_g = rest.pop(0) if packed else None
         *outs, (buffers, *barriers) = rest
         out, pairs = Operands(*outs[:4]), Pairs(*outs[4:]) if with_pairs else None
-        arrays = PrepareArrays(KeyArrays(q_g, k_g, g_g, rates_g, bias_g, resets_g), beta_g, starts_g, halving_g)
+        arrays = PrepareArrays(KeyArrays(q_g, k_g, g_g, rates_g, bias_g, resets_g), roots_g, starts_g, halving_g)
         s, at, me = Tiles(*buffers), Barriers(*barriers), lax.axis_index("wg")
 
         def team(turn: Turn) -> Team:
@@ -361,13 +362,13 @@ def prepare_kda(
             lower=tiles(1, dtype=F16) if with_pairs else None,
             work=tiles(1, dtype=F16) if with_pairs else None,
             inverse=tiles(1) if with_pairs else None,
-            beta=vectors(2) if with_pairs else None,
+            roots=vectors(2, 2) if with_pairs else None,
         ),
         barriers=Barriers(
             started=plgpu.Barrier(num_arrivals=len(START)),
             loaded=plgpu.Barrier(num_arrivals=2 + (not given) + packed, num_barriers=4),
             raw=plgpu.Barrier(num_barriers=2),
-            beta=plgpu.Barrier(num_barriers=2),
+            roots=plgpu.Barrier(num_barriers=2),
             met=plgpu.Barrier(num_arrivals=2),
             pattern=plgpu.Barrier(),
             handed=plgpu.Barrier(),

@@ -9,12 +9,15 @@ and with dS at a chunk's end
 Everything is transposed, [V, C] and [V, K]: see _walk.py.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 
 from jfla._types import CHUNK
 from jfla.pallas._operands import K_IN, K_OUT, Q_IN, Operands, Pairs
 from jfla.pallas._tile import BF16, F32, dot, dots, load, transposed, zeros
-from jfla.pallas._walk import BLOCK, Emit, Reads, Tiles, WalkConfig, walk
+from jfla.pallas._walk import BLOCK, Emit, Pair, Tiles, Walk, WalkConfig, arrays, walk
 
 
 def _written(values: jax.Array, known: jax.Array, x: Tiles) -> jax.Array:
@@ -43,15 +46,24 @@ def output_scan(
         emit(0, out)
         return state
 
-    reads = Reads(True, True, pairs.a_qk, pairs.inverse, v)
+    def lead(state: jax.Array, x: Tiles, hand: Emit) -> jax.Array:
+        state16, values = state.astype(BF16), load(transposed(x.values))
+        hand(0, state16)
+        v_new = _written(values, dot(zeros(BLOCK, CHUNK), (state16, transposed(x.k_in))), x)
+        hand(1, v_new.astype(BF16))
+        return dot(x.decays.state(state), (_outgoing(v_new, x), x.k_out))
+
+    def follow(x: Tiles, taken: Callable[[int], Any], emit: Emit) -> None:
+        read = dot(zeros(BLOCK, CHUNK), (taken(0), transposed(x.q_in)))
+        emit(0, dot(x.decays.tokens(read, Q_IN), (taken(1), transposed(x.a_qk))))
+
     emits = (jax.ShapeDtypeStruct(v.shape, BF16),)
-    out, last = walk(step, op, reads, initial, emits, config=config, reverse=False, name="jfla_output_scan")
+    alone = Walk(step, arrays(op, v, initial, *pairs), emits, pair=Pair(lead, follow))
+    ((out, last),) = walk((alone,), config=config, name="jfla_output_scan")
     return out, last
 
 
-def state_scan(
-    op: Operands, pairs: Pairs, v: jax.Array, initial: jax.Array, config: WalkConfig
-) -> tuple[jax.Array, jax.Array]:
+def states_walk(op: Operands, pairs: Pairs, v: jax.Array, initial: jax.Array) -> Walk:
     """S^T at each chunk's start [B, HV, N, V, K] and v_new [B, T, HV, V]: what the backward reads of the forward."""
 
     def step(state: jax.Array, x: Tiles, emit: Emit) -> jax.Array:
@@ -61,15 +73,11 @@ def state_scan(
         emit(1, v_new)
         return dot(x.decays.state(state), (_outgoing(v_new, x), x.k_out))
 
-    reads = Reads(False, True, None, pairs.inverse, v)
-    emits = (_states(initial, v), jax.ShapeDtypeStruct(v.shape, BF16))
-    states, v_new, _ = walk(step, op, reads, initial, emits, config=config, reverse=False, name="jfla_state_scan")
-    return states, v_new
+    reads = arrays(op, v, initial, None, pairs.inverse, queries=False)
+    return Walk(step, reads, _states_and_values(initial, v))
 
 
-def adjoint_scan(
-    op: Operands, pairs: Pairs, do: jax.Array, dfinal: jax.Array, config: WalkConfig
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def adjoints_walk(op: Operands, pairs: Pairs, do: jax.Array, dfinal: jax.Array) -> Walk:
     """dS^T at each chunk's end [B, HV, N, V, K], dv [B, T, HV, V], and dS^T before the first chunk [B, HV, P, V, K]."""
 
     def step(dstate: jax.Array, x: Tiles, emit: Emit) -> jax.Array:
@@ -85,12 +93,20 @@ def adjoint_scan(
         emit(1, dv)
         return dot(dstate, (x.decays.tokens(-dv, K_IN).astype(BF16), x.k_in))
 
-    reads = Reads(True, True, pairs.a_qk, pairs.inverse, do)
-    emits = (_states(dfinal, do), jax.ShapeDtypeStruct(do.shape, BF16))
-    dends, dv, dfirst = walk(step, op, reads, dfinal, emits, config=config, reverse=True, name="jfla_adjoint_scan")
-    return dends, dv, dfirst
+    return Walk(step, arrays(op, do, dfinal, *pairs), _states_and_values(dfinal, do), reverse=True)
 
 
-def _states(initial: jax.Array, v: jax.Array) -> jax.ShapeDtypeStruct:
+def backward_scans(
+    op: Operands, pairs: Pairs, v: jax.Array, do: jax.Array, ends: tuple[jax.Array, jax.Array], config: WalkConfig
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
+    """States and v_new, dS and dv, and dS before the first chunk. `ends`: the first states, and the last of dS."""
+    initial, dfinal = ends
+    walks = adjoints_walk(op, pairs, do, dfinal), states_walk(op, pairs, v, initial)
+    (dends, dv, dfirst), (states, v_new, _) = walk(walks, config=config, name="jfla_backward_scans")
+    return states, v_new, dends, dv, dfirst
+
+
+def _states_and_values(initial: jax.Array, v: jax.Array) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
     batch, heads, _, value_dim, key_dim = initial.shape
-    return jax.ShapeDtypeStruct((batch, heads, v.shape[1] // CHUNK, value_dim, key_dim), BF16)
+    states = jax.ShapeDtypeStruct((batch, heads, v.shape[1] // CHUNK, value_dim, key_dim), BF16)
+    return states, jax.ShapeDtypeStruct(v.shape, BF16)
