@@ -56,6 +56,7 @@ class Place(NamedTuple):
         return self.tile(ref) if len(ref.shape) == 5 else self.rows(ref, value_heads)
 
 
+BLOCK = 64  # columns of V that one warpgroup owns
 Q_IN, K_IN, K_OUT, WHOLE = range(4)  # rows of GDN's `decay`
 
 
@@ -65,17 +66,23 @@ class Decays:
     def __init__(self, scalar: bool, ref: Any):
         self.scalar, self.ref = scalar, ref
 
+    def factor(self, which: int) -> jax.Array | None:
+        """[V, C]: the factor of each token; KDA has it in its tiles already."""
+        return per_column(plgpu.load(self.ref.at[which], layout=COLS), BLOCK) if self.scalar else None
+
     def tokens(self, x: jax.Array, which: int) -> jax.Array:
-        """x [V, C] times the factor of each token; KDA has it in its tiles already."""
-        if not self.scalar:
-            return x
-        return x * per_column(plgpu.load(self.ref.at[which], layout=COLS), x.shape[0])
+        """x [V, C] times the factor of each token."""
+        return times(x, self.factor(which))
 
     def state(self, x: jax.Array) -> jax.Array:
         """x [V, K] decayed by the whole chunk."""
         if self.scalar:
             return x * self.ref[WHOLE, 0]
         return x * per_column(plgpu.load(self.ref, layout=COLS), x.shape[0])
+
+
+def times(x: jax.Array, factor: jax.Array | None) -> jax.Array:
+    return x if factor is None else x * factor
 
 
 def decay_buffer(scalar: bool, stages: int, key_dim: int) -> Any:

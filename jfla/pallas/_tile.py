@@ -1,6 +1,7 @@
 """What every kernel is built from: tile buffers, matmuls of value semantics, masks, and the triangular inverse."""
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -75,7 +76,31 @@ def dots(*sums: tuple[Any, ...]) -> list[jax.Array]:
                 plgpu.wgmma(ref, a, b)
 
     accumulator: Any = plgpu.WGMMAAccumulatorRef
-    return pl.run_state(issue)([accumulator.init(acc) for acc, *_ in sums])
+    return _settled(pl.run_state(issue)([accumulator.init(acc) for acc, *_ in sums]))
+
+
+def _settled(results: list[jax.Array]) -> list[jax.Array]:
+    """Keeps the compiler from moving what is done with results before the wait for them.
+
+    The hardware's compiler sees that, and from then on it lets no two matmuls of the kernel run together.
+    """
+    return [lax.optimization_barrier(x) for x in results]
+
+
+def dots_while(work: Callable[[], Any], *sums: list[tuple[Any, Any]]) -> tuple[list[jax.Array], Any]:
+    """Every sum of a @ b, from 0, and what `work` returns, which the warpgroup does while the tensor cores are busy."""
+    if interpreting():
+        return dots(*[(zeros(pairs[0][0].shape[0], pairs[0][1].shape[1]), *pairs) for pairs in sums]), work()
+
+    def body(*accumulators: Any) -> tuple[list[jax.Array], Any]:
+        for accumulator, pairs in zip(accumulators, sums):
+            for a, b in pairs:
+                plgpu.wgmma(accumulator, a, b)
+        done = work()
+        return _settled([accumulator[...] for accumulator in accumulators]), done
+
+    shapes = [(pairs[0][0].shape[0], pairs[0][1].shape[1]) for pairs in sums]
+    return pl.run_scoped(body, *[plgpu.ACC(shape, F32) for shape in shapes])
 
 
 def pair_decay(before: Any, scale: float = 1.0) -> jax.Array:

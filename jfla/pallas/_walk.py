@@ -17,10 +17,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfla._types import CHUNK
 from jfla.pallas._launch import launch
-from jfla.pallas._operands import Decays, Operands, Place, decay_buffer
+from jfla.pallas._operands import BLOCK, Decays, Operands, Place, decay_buffer
 from jfla.pallas._tile import F32, WGMMA, tile_buffer, transposed
-
-BLOCK = 64  # columns of V that one warpgroup owns
 
 
 class WalkConfig(NamedTuple):
@@ -46,17 +44,6 @@ Emit = Callable[[int, jax.Array], None]
 Step = Callable[[jax.Array, Tiles, Emit], jax.Array]
 
 
-class Pair(NamedTuple):
-    """A step as two warpgroups share it: what the next state waits for, and the rest a little later.
-
-    `lead(state, tiles, hand)` returns the state and hands two arrays on, `hand(0, x [V, K])` and `hand(1, x [V, C])`,
-    bf16. `follow(tiles, taken, emit)` gets them in shared memory, by `taken(0)` and `taken(1)`.
-    """
-
-    lead: Step
-    follow: Callable[[Tiles, Callable[[int], Any], Emit], None]
-
-
 class Arrays(NamedTuple):
     """What a walk reads of device memory; None for what its steps do not use. `operand` and `initial`: see `walk`."""
 
@@ -74,14 +61,13 @@ class Walk(NamedTuple):
     """`state = step(state, tiles, emit)` over the chunks, from the first or, in reverse, from the last.
 
     `emit(i, x)` writes the chunk's part of emits[i]: x [V, C] into rows of [B, T, HV, V], or x [V, K] into a tile of
-    [B, HV, N, V, K]. `pair` is the same step for two warpgroups.
+    [B, HV, N, V, K].
     """
 
     step: Step
     arrays: Arrays
     emits: tuple[jax.ShapeDtypeStruct, ...]
     reverse: bool = False
-    pair: Pair | None = None
 
 
 def arrays(
@@ -90,15 +76,6 @@ def arrays(
     """`initial` [B, HV, P, V, K] float32, one for each of P parts of time. `queries`: whether the steps use q."""
     k_out = None if len(op.decay.shape) == 5 else op.k_out
     return Arrays(op.k_in, op.decay, op.q_in if queries else None, k_out, a_qk, inverse, values, initial)
-
-
-class Barriers(NamedTuple):
-    """full, empty: of the stages. handed [2 chunks * 2 arrays], taken [2 chunks]: between the warpgroups of a pair."""
-
-    full: Any
-    empty: Any
-    handed: Any
-    taken: Any
 
 
 class Program(NamedTuple):
@@ -111,8 +88,8 @@ class Program(NamedTuple):
     last: Any
     s: Arrays  # in shared memory; values [stages, workers, C, 64]
     staging: list[Any]
-    handed: tuple[Any, Any]  # [2 chunks] tiles [64, K] and [64, C], for pairs
-    barriers: "Barriers"
+    full: Any  # barriers, of every stage
+    empty: Any
 
     @property
     def heads(self) -> int:
@@ -152,75 +129,19 @@ class Program(NamedTuple):
         )
 
     def compute(self, worker: Any) -> None:
-        """What a compute warpgroup does: the first of a pair, if there are pairs."""
+        """What a compute warpgroup does."""
         plgpu.set_max_registers(232, action="increase")
-        place, columns = self.place(0), self.columns(worker)
-        at = (place.batch, place.head, lax.axis_index("part"), columns)
+        place = self.place(0)
+        at = (place.batch, place.head, lax.axis_index("part"), self.columns(worker))
         state = plgpu.load(self.here.initial.at[at], layout=WGMMA, optimized=False)
-        body = self.chunk if self.handed[0] is None else self.lead
-        self.last.at[at][...] = lax.fori_loop(0, self.chunks[1], lambda i, state: body(i, state, worker), state)
-        if self.handed[0] is not None:
-            length = self.chunks[1]
-
-            @pl.loop(jnp.maximum(length - 2, 0), length)
-            def _(i):
-                plgpu.barrier_wait(self.barriers.taken.at[i & 1])
-
+        self.last.at[at][...] = lax.fori_loop(0, self.chunks[1], lambda i, state: self.chunk(i, state, worker), state)
         plgpu.wait_smem_to_gmem(0)
 
     def chunk(self, i: Any, state: jax.Array, worker: Any) -> jax.Array:
-        slot = self.slot(i)
-        plgpu.barrier_wait(self.barriers.full.at[slot])
+        slot, columns = self.slot(i), self.columns(worker)
+        plgpu.barrier_wait(self.full.at[slot])
         emitted: list[int] = []
-        state = self.walk.step(state, self.tiles(slot, worker), self.emitter(emitted, worker))
-        plgpu.commit_smem()  # also orders this chunk's reads before the copies that reuse its slot
-        plgpu.barrier_arrive(self.barriers.empty.at[slot])
-        self.store(emitted, i, worker)
-        return state
 
-    def lead(self, i: Any, state: jax.Array, worker: Any) -> jax.Array:
-        slot, half = self.slot(i), i & 1
-        pl.when(i >= 2)(lambda: plgpu.barrier_wait(self.barriers.taken.at[half]))
-        plgpu.barrier_wait(self.barriers.full.at[slot])
-
-        def hand(which: int, x: jax.Array) -> None:
-            self.handed[which].at[half][...] = x
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(self.barriers.handed.at[2 * half + which])
-
-        state = self._pair.lead(state, self.tiles(slot, worker), hand)
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(self.barriers.empty.at[slot])
-        return state
-
-    def follow(self) -> None:
-        """What the second warpgroup of a pair does."""
-        plgpu.set_max_registers(232, action="increase")
-
-        def taken(half: Any, which: int) -> Any:
-            plgpu.barrier_wait(self.barriers.handed.at[2 * half + which])
-            return self.handed[which].at[half]
-
-        @pl.loop(0, self.chunks[1])
-        def _(i):
-            slot, half = self.slot(i), i & 1
-            plgpu.barrier_wait(self.barriers.full.at[slot])
-            emitted: list[int] = []
-            tiles = self.tiles(slot, half * 0)
-            self._pair.follow(tiles, lambda which: taken(half, which), self.emitter(emitted, half * 0))
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(self.barriers.empty.at[slot])
-            plgpu.barrier_arrive(self.barriers.taken.at[half])
-            self.store(emitted, i, half * 0)
-
-        plgpu.wait_smem_to_gmem(0)
-
-    @property
-    def _pair(self) -> Pair:
-        assert self.walk.pair is not None
-        return self.walk.pair
-
-    def emitter(self, emitted: list[int], worker: Any) -> Emit:
         def emit(which: int, x: jax.Array) -> None:
             if not emitted:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -229,16 +150,15 @@ class Program(NamedTuple):
             target = buffer if len(out.shape) == 5 else transposed(buffer)
             target[...] = x.astype(out.dtype)
 
-        return emit
-
-    def store(self, emitted: list[int], i: Any, worker: Any) -> None:
-        """Starts the copies of what the step of chunk i has emitted."""
-        columns = self.columns(worker)
+        state = self.walk.step(state, self.tiles(slot, worker), emit)
+        plgpu.commit_smem()  # also orders this chunk's reads before the copies that reuse its slot
+        plgpu.barrier_arrive(self.empty.at[slot])
         for which in emitted:
             out, place = self.emits[which], self.place(i)
             is_tile = len(self.walk.emits[which].shape) == 5
             view = place.tile(out).at[columns] if is_tile else place.rows(out, self.heads, columns)
             plgpu.copy_smem_to_gmem(self.staging[which].at[worker], view)
+        return state
 
     def issue(self, i: Any, slot: Any) -> None:
         """Starts the copies of chunk i."""
@@ -248,10 +168,10 @@ class Program(NamedTuple):
         tiles = [(here.decay, s.decay), (here.a_qk, s.a_qk), (here.inverse, s.inverse)]
         views += [(place.tile(source), target) for source, target in tiles if source is not None]
         for source, target in views:
-            plgpu.copy_gmem_to_smem(source, target.at[slot], self.barriers.full.at[slot])
+            plgpu.copy_gmem_to_smem(source, target.at[slot], self.full.at[slot])
         for worker in range(self.workers):
             source = place.rows(here.values, self.heads, self.columns(worker))
-            plgpu.copy_gmem_to_smem(source, s.values.at[slot, worker], self.barriers.full.at[slot])
+            plgpu.copy_gmem_to_smem(source, s.values.at[slot, worker], self.full.at[slot])
 
     def load(self) -> None:
         """What the warpgroup that issues copies does."""
@@ -262,13 +182,13 @@ class Program(NamedTuple):
 
         @pl.loop(0, length - stages)
         def _(i):
-            plgpu.barrier_wait(self.barriers.empty.at[self.slot(i)])
+            plgpu.barrier_wait(self.empty.at[self.slot(i)])
             self.issue(i + stages, self.slot(i))
 
         # Every arrival has to be observed.
         @pl.loop(jnp.maximum(length - stages, 0), length)
         def _(i):
-            plgpu.barrier_wait(self.barriers.empty.at[self.slot(i)])
+            plgpu.barrier_wait(self.empty.at[self.slot(i)])
 
 
 def walk(walks: tuple[Walk, ...], *, config: WalkConfig, name: str) -> list[list[jax.Array]]:
@@ -276,7 +196,6 @@ def walk(walks: tuple[Walk, ...], *, config: WalkConfig, name: str) -> list[list
     batch, heads, parts, value_dim, _ = walks[0].arrays.initial.shape
     config = config._replace(v_block=min(config.v_block, value_dim))
     workers, stages = config.v_block // BLOCK, config.stages
-    paired = workers == 1 and all(w.pair is not None for w in walks)
     sources, structure = jax.tree.flatten([w.arrays for w in walks])
     out_types = [[*w.emits, jax.ShapeDtypeStruct(w.arrays.initial.shape, F32)] for w in walks]
     outs_flat, outs_structure = jax.tree.flatten(out_types)
@@ -286,31 +205,23 @@ def walk(walks: tuple[Walk, ...], *, config: WalkConfig, name: str) -> list[list
         here = structure.unflatten(refs[: len(sources)])
         outs = outs_structure.unflatten(refs[len(sources) :])
         tiles, staging = buffers[: len(Arrays._fields)], buffers[len(Arrays._fields) :]
-        wg, n = lax.axis_index("wg"), len(Barriers._fields)
+        wg = lax.axis_index("wg")
 
         def run(i: int) -> None:
             *emits, last = outs[i]
-            mine = Barriers(*barriers[n * i : n * (i + 1)])
-            program = Program(
-                walks[i], config, here[i], emits, last, Arrays(*tiles), staging[2:], (staging[0], staging[1]), mine
-            )
+            full, empty = barriers[2 * i : 2 * i + 2]
+            program = Program(walks[i], config, here[i], emits, last, Arrays(*tiles), staging, full, empty)
             pl.when(wg < workers)(lambda: program.compute(wg))
-            if paired:
-                pl.when(wg == workers)(program.follow)
-            pl.when(wg == workers + paired)(program.load)
+            pl.when(wg == workers)(program.load)
 
         for i in range(len(walks)):
             pl.when(lax.axis_index("walk") == i)(lambda i=i: run(i))
 
-    def barriers(w: Walk) -> Barriers:
+    def barriers(w: Walk) -> tuple[Any, Any]:
         # Everything is one copy but the initial state, which is none, and the values, one for every worker.
         copies = sum(x is not None for x in w.arrays) - 2 + workers
-        return Barriers(
-            full=plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
-            empty=plgpu.Barrier(num_arrivals=workers + paired, num_barriers=stages),
-            handed=plgpu.Barrier(num_barriers=4),
-            taken=plgpu.Barrier(num_barriers=2),
-        )
+        full = plgpu.Barrier(num_arrivals=copies, num_barriers=stages)
+        return full, plgpu.Barrier(num_arrivals=workers, num_barriers=stages)
 
     out = launch(
         kernel,
@@ -323,16 +234,16 @@ def walk(walks: tuple[Walk, ...], *, config: WalkConfig, name: str) -> list[list
             "head": heads,
             "sequence": batch,
         },
-        warpgroups=workers + paired + 1,
-        buffers=_buffers(walks, config, paired),
+        warpgroups=workers + 1,
+        buffers=_buffers(walks, config),
         barriers=tuple(b for w in walks for b in barriers(w)),
         name=name,
     )
     return outs_structure.unflatten(out)
 
 
-def _buffers(walks: tuple[Walk, ...], config: WalkConfig, paired: bool) -> tuple[Any, ...]:
-    """What any of the walks reads; the tiles that a pair hands on; and those for what is emitted."""
+def _buffers(walks: tuple[Walk, ...], config: WalkConfig) -> tuple[Any, ...]:
+    """What any of the walks reads; and tiles for what is emitted."""
     key_dim, stages, workers = walks[0].arrays.initial.shape[-1], config.stages, config.v_block // BLOCK
     used = Arrays(*(any(x is not None for x in field) for field in zip(*(w.arrays for w in walks))))
     keys = lambda wanted: tile_buffer(stages, CHUNK, key_dim) if wanted else None
@@ -349,7 +260,5 @@ def _buffers(walks: tuple[Walk, ...], config: WalkConfig, paired: bool) -> tuple
             values=tile_buffer(stages, workers, CHUNK, BLOCK),
             initial=None,
         ),
-        tile_buffer(2, BLOCK, key_dim) if paired else None,
-        tile_buffer(2, BLOCK, CHUNK) if paired else None,
         *(tile_buffer(workers, *shape) for shape in staging),
     )

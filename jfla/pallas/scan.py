@@ -9,25 +9,17 @@ and with dS at a chunk's end
 Everything is transposed, [V, C] and [V, K]: see _walk.py.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import jax
 
 from jfla._types import CHUNK
-from jfla.pallas._operands import K_IN, K_OUT, Q_IN, Operands, Pairs
-from jfla.pallas._tile import BF16, F32, dot, dots, load, transposed, zeros
-from jfla.pallas._walk import BLOCK, Emit, Pair, Tiles, Walk, WalkConfig, arrays, walk
+from jfla.pallas._operands import K_IN, K_OUT, Q_IN, Operands, Pairs, times
+from jfla.pallas._tile import BF16, F32, dots, dots_while, load, transposed
+from jfla.pallas._walk import Emit, Tiles, Walk, WalkConfig, arrays, walk
 
 
-def _written(values: jax.Array, known: jax.Array, x: Tiles) -> jax.Array:
-    """v_new^T, what the chunk's tokens write; `known` is S^T k_in^T."""
-    error = values.astype(F32) - x.decays.tokens(known, K_IN)
-    return dot(zeros(BLOCK, CHUNK), (error.astype(BF16), transposed(x.inverse)))
-
-
-def _outgoing(v_new: jax.Array, x: Tiles) -> jax.Array:
-    return x.decays.tokens(v_new, K_OUT).astype(BF16)
+def _values(x: Tiles) -> tuple[jax.Array, jax.Array | None]:
+    """v^T and what the states of k are multiplied with."""
+    return load(transposed(x.values)).astype(F32), x.decays.factor(K_IN)
 
 
 def output_scan(
@@ -36,29 +28,22 @@ def output_scan(
     """o [B, T, HV, V] and the states after each part of time, transposed, [B, HV, P, V, K]."""
 
     def step(state: jax.Array, x: Tiles, emit: Emit) -> jax.Array:
-        state16, zero, values = state.astype(BF16), zeros(BLOCK, CHUNK), load(transposed(x.values))
-        known, read = dots((zero, (state16, transposed(x.k_in))), (zero, (state16, transposed(x.q_in))))
-        v_new = _written(values, known, x)
+        state16 = state.astype(BF16)
+        (known, read), (values, k_in) = dots_while(
+            lambda: _values(x), [(state16, transposed(x.k_in))], [(state16, transposed(x.q_in))]
+        )
+        error = (values - times(known, k_in)).astype(BF16)
+        (v_new,), (state, read, k_out) = dots_while(
+            lambda: (x.decays.state(state), x.decays.tokens(read, Q_IN), x.decays.factor(K_OUT)),
+            [(error, transposed(x.inverse))],
+        )
         state, out = dots(
-            (x.decays.state(state), (_outgoing(v_new, x), x.k_out)),
-            (x.decays.tokens(read, Q_IN), (v_new.astype(BF16), transposed(x.a_qk))),
+            (state, (times(v_new, k_out).astype(BF16), x.k_out)), (read, (v_new.astype(BF16), transposed(x.a_qk)))
         )
         emit(0, out)
         return state
 
-    def lead(state: jax.Array, x: Tiles, hand: Emit) -> jax.Array:
-        state16, values = state.astype(BF16), load(transposed(x.values))
-        hand(0, state16)
-        v_new = _written(values, dot(zeros(BLOCK, CHUNK), (state16, transposed(x.k_in))), x)
-        hand(1, v_new.astype(BF16))
-        return dot(x.decays.state(state), (_outgoing(v_new, x), x.k_out))
-
-    def follow(x: Tiles, taken: Callable[[int], Any], emit: Emit) -> None:
-        read = dot(zeros(BLOCK, CHUNK), (taken(0), transposed(x.q_in)))
-        emit(0, dot(x.decays.tokens(read, Q_IN), (taken(1), transposed(x.a_qk))))
-
-    emits = (jax.ShapeDtypeStruct(v.shape, BF16),)
-    alone = Walk(step, arrays(op, v, initial, *pairs), emits, pair=Pair(lead, follow))
+    alone = Walk(step, arrays(op, v, initial, *pairs), (jax.ShapeDtypeStruct(v.shape, BF16),))
     ((out, last),) = walk((alone,), config=config, name="jfla_output_scan")
     return out, last
 
@@ -67,11 +52,19 @@ def states_walk(op: Operands, pairs: Pairs, v: jax.Array, initial: jax.Array) ->
     """S^T at each chunk's start [B, HV, N, V, K] and v_new [B, T, HV, V]: what the backward reads of the forward."""
 
     def step(state: jax.Array, x: Tiles, emit: Emit) -> jax.Array:
-        state16, values = state.astype(BF16), load(transposed(x.values))
-        emit(0, state16)
-        v_new = _written(values, dot(zeros(BLOCK, CHUNK), (state16, transposed(x.k_in))), x)
+        state16 = state.astype(BF16)
+
+        def meanwhile() -> tuple[jax.Array, jax.Array | None]:
+            emit(0, state16)
+            return _values(x)
+
+        (known,), (values, k_in) = dots_while(meanwhile, [(state16, transposed(x.k_in))])
+        error = (values - times(known, k_in)).astype(BF16)
+        (v_new,), (state, k_out) = dots_while(
+            lambda: (x.decays.state(state), x.decays.factor(K_OUT)), [(error, transposed(x.inverse))]
+        )
         emit(1, v_new)
-        return dot(x.decays.state(state), (_outgoing(v_new, x), x.k_out))
+        return dots((state, (times(v_new, k_out).astype(BF16), x.k_out)))[0]
 
     reads = arrays(op, v, initial, None, pairs.inverse, queries=False)
     return Walk(step, reads, _states_and_values(initial, v))
@@ -81,17 +74,19 @@ def adjoints_walk(op: Operands, pairs: Pairs, do: jax.Array, dfinal: jax.Array) 
     """dS^T at each chunk's end [B, HV, N, V, K], dv [B, T, HV, V], and dS^T before the first chunk [B, HV, P, V, K]."""
 
     def step(dstate: jax.Array, x: Tiles, emit: Emit) -> jax.Array:
-        dstate16 = dstate.astype(BF16)
-        emit(0, dstate16)
-        do = load(transposed(x.values))
-        read, zero = x.decays.tokens(do.astype(F32), Q_IN).astype(BF16), zeros(BLOCK, CHUNK)
-        ahead, dv_new, dstate = dots(
-            (zero, (dstate16, transposed(x.k_out))), (zero, (do, x.a_qk)), (x.decays.state(dstate), (read, x.q_in))
+        dstate16, do = dstate.astype(BF16), load(transposed(x.values))
+
+        def meanwhile() -> tuple[jax.Array, jax.Array | None]:
+            emit(0, dstate16)
+            return x.decays.tokens(do.astype(F32), Q_IN).astype(BF16), x.decays.factor(K_OUT)
+
+        (ahead, dv_new), (read, k_out) = dots_while(meanwhile, [(dstate16, transposed(x.k_out))], [(do, x.a_qk)])
+        dv_new = (dv_new + times(ahead, k_out)).astype(BF16)
+        (dv,), (dstate, k_in) = dots_while(
+            lambda: (x.decays.state(dstate), x.decays.factor(K_IN)), [(dv_new, x.inverse)]
         )
-        dv_new = dv_new + x.decays.tokens(ahead, K_OUT)
-        dv = dot(zero, (dv_new.astype(BF16), x.inverse))
         emit(1, dv)
-        return dot(dstate, (x.decays.tokens(-dv, K_IN).astype(BF16), x.k_in))
+        return dots((dstate, (read, x.q_in), (times(-dv, k_in).astype(BF16), x.k_in)))[0]
 
     return Walk(step, arrays(op, do, dfinal, *pairs), _states_and_values(dfinal, do), reverse=True)
 
