@@ -206,20 +206,22 @@ class Decode:
 
 def _decode(inputs: Inputs, options: Options) -> tuple[Array, Array | None]:
     """(output, final state). The final state is written over the initial one where the caller gave that away."""
-    if inputs.initial_state is None or not options.return_final_state:
-        return _call(inputs, options, inputs.initial_state)
+    # Where shard_map tracks what varies over its mesh, a kernel cannot be handed what it may write.
+    state: Any = inputs.initial_state
+    if state is None or not options.return_final_state or jax.typeof(state).manual_axis_type.varying:
+        return _call(inputs, options, state, options.return_final_state)
 
     def in_place(refs: Any) -> None:
         state, output = refs
-        output[...] = _call(inputs, options, state)[0]
+        output[...] = _call(inputs, options, state, separate=False)[0]
 
     unwritten = jnp.zeros(inputs.v.shape, inputs.v.dtype)
-    state, output = pl.run_state(in_place)((inputs.initial_state, unwritten))
+    state, output = pl.run_state(in_place)((state, unwritten))
     return output, state
 
 
-def _call(inputs: Inputs, options: Options, state: Any) -> tuple[Array, Array | None]:
-    """`state` is an array, which is read, or a reference, which is also written, or None."""
+def _call(inputs: Inputs, options: Options, state: Any, separate: bool) -> tuple[Array, Array | None]:
+    """The final state goes to a `separate` array, or to `state` if that is a reference, or nowhere."""
     value_heads, value_dim = inputs.v.shape[2:]
     parameter = lambda x, *shape: None if x is None else x.astype(F32).reshape(value_heads, *shape)
     a_log = parameter(getattr(inputs.gate, "a_log", None))
@@ -230,16 +232,15 @@ def _call(inputs: Inputs, options: Options, state: Any) -> tuple[Array, Array | 
     call = Decode(x, gate_kind(inputs.gate), options, v_block)
     given = [name for name in Arrays._fields if getattr(x, name) is not None]
     out_type = [jax.ShapeDtypeStruct(x.v.shape, x.v.dtype)]
-    if options.return_final_state and state is None:
+    if separate:
         out_type.append(jax.ShapeDtypeStruct((batch, value_heads, key_dim, value_dim), F32))
 
     def kernel(*refs: Any) -> None:
         *global_refs, (buffers,) = refs
         arrays = Arrays(**(dict.fromkeys(Arrays._fields) | dict(zip(given, global_refs))))
         output, *final = global_refs[len(given) :]
-        if options.return_final_state and arrays.state is not None:
-            final = [arrays.state]
-        call.body(arrays, output, final[0] if final else None, Tokens(*buffers))
+        written = final[0] if final else arrays.state if options.return_final_state else None
+        call.body(arrays, output, written, Tokens(*buffers))
 
     output, *final = launch(
         kernel,

@@ -134,6 +134,22 @@ def test_the_caller_keeps_its_state_unless_it_gives_it_away():
     np.testing.assert_array_equal(np.asarray(more["initial_state"]), before)
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_under_shard_map(check_vma):
+    arrays, rest = inputs(Call("gdn", batch=2, time=1))
+    mesh = jax.make_mesh((1,), ("batch",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def run(arrays):
+        main, more = split(arrays)
+        return tuple(jfla.recurrent_gdn(*main, **more, **rest, implementation="pallas"))
+
+    spec = jax.sharding.PartitionSpec("batch")
+    with jfla.pallas.interpret():
+        want = run(arrays)
+        got = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=check_vma))(arrays)
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(*(np.asarray(z, np.float32) for z in (x, y))), got, want)
+
+
 def test_derivatives_and_batches():
     call = Call("kda", "raw", batch=2, time=2)
     arrays, rest = inputs(call)
