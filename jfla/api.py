@@ -1,5 +1,6 @@
 """The public ops: validate, choose an implementation, call it. Nothing else happens here."""
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -151,6 +152,9 @@ def recurrent_kda(
     """Kimi Delta Attention, token by token: decoding (T = 1 and up) and small T. See `chunk_kda`.
 
         S <- exp(g_t)[:, None] S;    S <- S + k_t (beta_t (v_t - S^T k_t))^T;    o_t = S^T (scale q_t)
+
+    "pallas" is one kernel for up to 8 tokens a call. Donate `initial_state` (`jax.jit(..., donate_argnames=...)`), or
+    carry it through a `lax.scan`, and the state is written in place. Derivatives are those of "xla", which then runs.
     {arguments}
     Reference: Kimi Linear: An Expressive, Efficient Attention Architecture (arXiv:2510.26692).
 
@@ -189,6 +193,9 @@ def recurrent_gdn(
     """Gated DeltaNet, token by token: decoding (T = 1 and up) and small T. See `chunk_gdn`.
 
         S <- exp(g_t) S;    S <- S + k_t (beta_t (v_t - S^T k_t))^T;    o_t = S^T (scale q_t)
+
+    "pallas" is one kernel for up to 8 tokens a call. Donate `initial_state` (`jax.jit(..., donate_argnames=...)`), or
+    carry it through a `lax.scan`, and the state is written in place. Derivatives are those of "xla", which then runs.
     {arguments}
     Reference: Yang, Kautz, Hatamizadeh, Gated Delta Networks: Improving Mamba2 with Delta Rule (arXiv:2412.06464).
 
@@ -209,7 +216,7 @@ _IMPLEMENTATIONS = {
     ("chunk", "xla"): reference.chunked.apply,
     ("recurrent", "xla"): reference.recurrent.apply,
     ("chunk", "pallas"): pallas.chunked,
-    ("recurrent", "pallas"): pallas.recurrent,
+    ("recurrent", "pallas"): functools.partial(pallas.recurrent, definition=reference.recurrent.apply),
 }
 
 

@@ -1,10 +1,11 @@
 """The Hopper kernels' door: what they support, interpret mode, and the two ops."""
 
+from collections.abc import Callable
 from typing import Any
 
 from jfla._types import DeltaRuleOutput, Inputs, Options
 from jfla._validate import DEFAULTS, validate
-from jfla.pallas import delta_rule
+from jfla.pallas import decode, delta_rule
 from jfla.pallas._launch import interpret, interpreting
 from jfla.pallas._support import unsupported
 
@@ -34,6 +35,8 @@ def chunked(inputs: Inputs, options: Options) -> DeltaRuleOutput:
     return delta_rule.apply(inputs, options, interpreting())
 
 
-def recurrent(inputs: Inputs, options: Options) -> DeltaRuleOutput:
-    """The recurrent op by kernels: none yet."""
-    raise NotImplementedError(unsupported("recurrent", inputs, options))
+def recurrent(
+    inputs: Inputs, options: Options, definition: Callable[[Inputs, Options], DeltaRuleOutput]
+) -> DeltaRuleOutput:
+    """The recurrent op by a kernel. It is for decoding: what is differentiated is `definition`, in any mode."""
+    return decode.apply(inputs, options, definition, interpreting())

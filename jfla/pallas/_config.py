@@ -5,6 +5,7 @@ from jfla.pallas._walk import WalkConfig
 
 SUPPORTED_DIMS = (64, 128)
 MULTIPROCESSORS = 132
+DECODE_TOKENS = 8  # of one call: its programs keep all of them in shared memory
 
 
 def prepare_gdn_config(key_dim: int) -> prepare_gdn.PrepareConfig:
@@ -15,3 +16,8 @@ def scan_config(key_dim: int, value_dim: int, sequences: int) -> WalkConfig:
     """V is split over programs while that gives idle multiprocessors something to do."""
     split = value_dim > 64 and sequences * 2 <= MULTIPROCESSORS
     return WalkConfig(v_block=64 if split else min(value_dim, 128), stages=2)
+
+
+def decode_v_block(value_dim: int, states: int) -> int:
+    """Columns of a state that one program holds: fewer while that gives idle multiprocessors something to do."""
+    return 32 if states * (value_dim // 64) < 2 * MULTIPROCESSORS else 64

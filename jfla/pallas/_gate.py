@@ -1,5 +1,6 @@
 """The decay gates inside a kernel: raw gate input, as the caller passed it, to log2 decay per token."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -34,15 +35,21 @@ def split_gate(gate: Gate | None, heads: int, gate_dim: int) -> tuple[jax.Array,
     return jnp.stack([a_log, jnp.exp(jnp.minimum(a_log, 60.0))], axis=-1), bias.reshape(heads, gate_dim)
 
 
-def log2_decay(kind: GateKind, x: jax.Array, rate: Any, bias: Any) -> jax.Array:
+def coarse_softplus(x: jax.Array) -> jax.Array:
+    """To about 1e-4 of its value: beside 16-bit operands that is nothing."""
+    softplus = jnp.maximum(x, 0.0) + jnp.log(1.0 + jnp.exp(-jnp.abs(x)))
+    return jnp.where(x < -4.0, jnp.exp(x) * (1.0 - 0.5 * jnp.exp(x)), softplus)
+
+
+def log2_decay(
+    kind: GateKind, x: jax.Array, rate: Any, bias: Any, softplus: Callable[[jax.Array], jax.Array] = coarse_softplus
+) -> jax.Array:
     """x [C, channels] float32 to log2 decay in [STRONGEST, 0]. rate: (a_log, exp(a_log)) of the head; bias like x."""
     if kind.name == "softplus":
         a_log, scale = rate
         x = x + bias
-        near = jnp.maximum(x, _TAIL)
-        softplus = jnp.maximum(near, 0.0) + jnp.log(1.0 + jnp.exp(-jnp.abs(near)))
-        softplus = jnp.where(near < -4.0, jnp.exp(near) * (1.0 - 0.5 * jnp.exp(near)), softplus)
-        x = -jnp.where(x < _TAIL, jnp.exp(jnp.minimum(jnp.minimum(x, _TAIL) + a_log, 60.0)), scale * softplus)
+        near = softplus(jnp.maximum(x, _TAIL))
+        x = -jnp.where(x < _TAIL, jnp.exp(jnp.minimum(jnp.minimum(x, _TAIL) + a_log, 60.0)), scale * near)
     elif kind.name == "sigmoid":
         x = kind.lower_bound / (1.0 + jnp.exp(-rate[1] * (x + bias)))
     return jnp.maximum(x * LOG2E, STRONGEST)

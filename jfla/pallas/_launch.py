@@ -41,7 +41,7 @@ def interpreting() -> bool:
 
 def launch(
     kernel: Callable[..., None],
-    arguments: tuple[jax.Array, ...],
+    arguments: tuple[Any, ...],
     *,
     out_type: Any,
     grid: dict[str, int],
@@ -49,10 +49,13 @@ def launch(
     buffers: tuple[Any, ...],
     barriers: tuple[Any, ...],
     name: str,
+    auto_barriers: bool = True,
 ) -> Any:
     """Runs `kernel(*argument_refs, *output_refs, (buffers, *barriers))` on every point of `grid`, axis by axis name.
 
-    A buffer may be None: the kernel then gets None in its place. The warpgroup's number is the axis "wg".
+    A buffer may be None: the kernel then gets None in its place. An argument may be a mutable array (`jax.Ref`), which
+    the kernel may write. The warpgroup's number is the axis "wg". Without `auto_barriers` the threads of a warpgroup
+    wait for each other only where the kernel says so.
     """
     used = [i for i, buffer in enumerate(buffers) if buffer is not None]
 
@@ -73,7 +76,7 @@ def launch(
         grid_names=tuple(grid),
         num_threads=warpgroups,
         thread_name="wg",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=not auto_barriers),
         kernel_name=name,
         **extra,
     )

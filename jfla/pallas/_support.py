@@ -7,18 +7,15 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from jfla._types import Inputs, Options
-from jfla.pallas._config import SUPPORTED_DIMS
+from jfla.pallas._config import DECODE_TOKENS, SUPPORTED_DIMS
 from jfla.pallas._launch import interpreting
 
 
 def unsupported(form: str, inputs: Inputs, options: Options) -> str | None:
     """None, or why the kernels cannot take this call of a "chunk" or "recurrent" op."""
-    if form == "recurrent":
-        return "there is no decode kernel in this version"
-    for name in ("q", "k", "v"):
-        dtype = getattr(inputs, name).dtype
-        if dtype not in (jnp.bfloat16, jnp.float16):
-            return f"{name} is {dtype}; the kernels take bfloat16 and float16"
+    reason = _unsupported_recurrent(inputs) if form == "recurrent" else _unsupported_chunk(inputs, options)
+    if reason is not None:
+        return reason
     for name in ("g", "beta"):
         if getattr(inputs, name).dtype == jnp.float64:
             return f"{name} is float64; the kernels compute in float32"
@@ -27,9 +24,31 @@ def unsupported(form: str, inputs: Inputs, options: Options) -> str | None:
     for letter, size in (("K", inputs.q.shape[-1]), ("V", inputs.v.shape[-1])):
         if size not in SUPPORTED_DIMS:
             return f"{letter} = {size}; the kernels take {letter} in {SUPPORTED_DIMS}"
+    return None if interpreting() else _unsupported_device(inputs)
+
+
+def _unsupported_chunk(inputs: Inputs, options: Options) -> str | None:
     if options.per_segment_state:
         return 'initial or final states per segment need the aligned grid of "xla"'
-    return None if interpreting() else _unsupported_device(inputs)
+    return _wrong_dtype(inputs, jnp.bfloat16, jnp.float16)
+
+
+def _unsupported_recurrent(inputs: Inputs) -> str | None:
+    time = inputs.q.shape[1]
+    if time > DECODE_TOKENS:
+        return f"T = {time}; the decode kernel takes up to {DECODE_TOKENS} tokens a call"
+    if inputs.segment_ids is not None:
+        return "segment_ids; the decode kernel takes one sequence per row"
+    return _wrong_dtype(inputs, jnp.bfloat16, jnp.float16, jnp.float32)
+
+
+def _wrong_dtype(inputs: Inputs, *taken: Any) -> str | None:
+    *others, last = (jnp.dtype(dtype).name for dtype in taken)
+    for name in ("q", "k", "v"):
+        dtype = getattr(inputs, name).dtype
+        if dtype not in taken:
+            return f"{name} is {dtype}; the kernels take {', '.join(others)} and {last}"
+    return None
 
 
 def _unsupported_device(inputs: Inputs) -> str | None:

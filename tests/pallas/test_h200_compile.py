@@ -1,5 +1,6 @@
 """Every kernel of the table compiled down to machine code for an H200, on a machine without a GPU, and its report."""
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -10,8 +11,9 @@ import jax.numpy as jnp
 import pytest
 
 import jfla
+from jfla import reference
 from jfla._types import Inputs, Options
-from jfla.pallas import delta_rule
+from jfla.pallas import decode, delta_rule
 
 H200 = """
 gpu_device_info {
@@ -55,9 +57,11 @@ CONFIGURATIONS = [((64, 64), True, 64), ((128, 128), True, 1), ((128, 128), Fals
 REPORT = pathlib.Path(__file__).with_name("h200_report.json")
 # The instructions that a kernel must not lose, by the start of their names in machine code.
 COUNTED = {"wgmma": "HGMMA", "copies in": "UTMALDG", "copies out": "UTMASTG", "exp2": "MUFU.EX2"}
+DECODE_COUNTED = {"16-byte loads": "LD.E.128", "16-byte stores": "ST.E.128"}
+DECODE_CONFIGURATIONS = [("kda", (128, 128), 1, 64), ("kda", (64, 128), 8, 64), ("gdn", (128, 64), 3, 1)]
 
 
-def facts(report: str) -> dict[str, dict[str, int]]:
+def facts(report: str, counted: dict[str, str]) -> dict[str, dict[str, int]]:
     """Of every kernel in the compiler's report: registers, spilled bytes, instructions by class; the worst of each."""
     found: dict[str, dict[str, int]] = {}
     resources = (
@@ -70,10 +74,23 @@ def facts(report: str) -> dict[str, dict[str, int]]:
     for name in re.findall(r"C7514.*?in the function '(jfla_\w+?)_mosaic_gpu_kernel'", report):
         found[name]["serialized"] = 1
     for name, code in re.findall(r"\.text\.(jfla_\w+?)_mosaic_gpu_kernel:(.*?)(?=//-----|\Z)", report, re.DOTALL):
-        for fact, start in COUNTED.items():
+        for fact, start in counted.items():
             count = len(re.findall(rf"\s{re.escape(start)}[.\s;]", code))
             found[name][fact] = max(found[name].get(fact, 0), count)
     return found
+
+
+def check_report(name: str, now: dict[str, dict[str, int]], counted: dict[str, str]) -> None:
+    """Holds `now` to the report, or writes it there."""
+    stored = json.loads(REPORT.read_text()) if REPORT.exists() else {}
+    if os.environ.get("JFLA_WRITE_REPORT"):
+        REPORT.write_text(json.dumps(dict(sorted((stored | {name: now}).items())), indent=1) + "\n")
+        return
+    assert now.keys() == stored[name].keys()
+    for kernel, before in stored[name].items():
+        assert now[kernel]["spilled bytes"] <= before["spilled bytes"], kernel
+        for fact in counted:
+            assert now[kernel][fact] >= before[fact] * 0.9, f"{kernel}: {fact} {before[fact]} -> {now[kernel][fact]}"
 
 
 @pytest.mark.aot
@@ -83,9 +100,9 @@ def test_kernels_compile_as_written_down(op, dims, raw, batch, capfd, monkeypatc
     """No kernel spills more than `h200_report.json` says, or has lost an instruction of the tensor cores or of TMA.
 
     A kernel that two configurations of an op share is compiled, and reported, for the first of them alone: those of an
-    op run in one process. With JFLA_WRITE_REPORT=1 the file is written instead. Nothing spills but the gradients of KDA:
-    less than 200 bytes, for what chunks with strong gates need. No kernel's matmuls wait for each other one by one, as
-    they do when the compiler finds a result used before it was waited for.
+    op run in one process. With JFLA_WRITE_REPORT=1 the file is written instead. Only the gradients of KDA spill, less
+    than 200 bytes, for what chunks with strong gates need. No kernel's matmuls wait for each other one by one, as they
+    do when the compiler finds a result used before it was waited for.
     """
     monkeypatch.setitem(os.environ, "MOSAIC_GPU_DUMP_PTXAS", "1")
     monkeypatch.setitem(os.environ, "MOSAIC_GPU_DUMP_SASS", "1")
@@ -96,16 +113,24 @@ def test_kernels_compile_as_written_down(op, dims, raw, batch, capfd, monkeypatc
         return delta_rule.backward(inputs, options, pairs, out.output, out.final_state)
 
     compile_for_h200(both, inputs)
-    now = facts("".join(capfd.readouterr()))
+    now = facts("".join(capfd.readouterr()), COUNTED)
     assert any(kernel.get("wgmma") for kernel in now.values()), "expected machine code that no earlier test compiled"
     name = f"{op} K{dims[0]} V{dims[1]}, {'raw gates, packed' if raw else 'decays'}, B{batch}"
-    stored = json.loads(REPORT.read_text()) if REPORT.exists() else {}
-    if os.environ.get("JFLA_WRITE_REPORT"):
-        REPORT.write_text(json.dumps(dict(sorted((stored | {name: now}).items())), indent=1) + "\n")
-        return
-    assert now.keys() == stored[name].keys()
     assert not [kernel for kernel in now if "serialized" in now[kernel]]
-    for kernel, before in stored[name].items():
-        assert now[kernel]["spilled bytes"] <= before["spilled bytes"], kernel
-        for fact in COUNTED:
-            assert now[kernel][fact] >= before[fact] * 0.9, f"{kernel}: {fact} {before[fact]} -> {now[kernel][fact]}"
+    check_report(name, now, COUNTED)
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(("op", "dims", "time", "batch"), DECODE_CONFIGURATIONS)
+def test_the_decode_kernel_compiles_as_written_down(op, dims, time, batch, capfd, monkeypatch):
+    """No spilled register, and the state goes through device memory 16 bytes at a time: every float once each way."""
+    monkeypatch.setitem(os.environ, "MOSAIC_GPU_DUMP_PTXAS", "1")
+    monkeypatch.setitem(os.environ, "MOSAIC_GPU_DUMP_SASS", "1")
+    inputs, options = describe(op, *dims, raw=True, batch=batch)
+    tokens = [jax.ShapeDtypeStruct((batch, time, *x.shape[2:]), x.dtype) for x in inputs[:5]]
+    state = jax.ShapeDtypeStruct((batch, inputs.v.shape[2], *dims), jnp.float32)
+    inputs = Inputs(*tokens, inputs.gate, state, None)
+    options = dataclasses.replace(options, return_final_state=True)
+    compile_for_h200(lambda inputs: decode.apply(inputs, options, reference.recurrent.apply, False), inputs)
+    now = facts("".join(capfd.readouterr()), DECODE_COUNTED)
+    check_report(f"{op} K{dims[0]} V{dims[1]}, decode T{time}, B{batch}", now, DECODE_COUNTED)
