@@ -100,7 +100,8 @@ def dots_while(work: Callable[[], Any], *sums: list[tuple[Any, Any]]) -> tuple[l
         return _settled([accumulator[...] for accumulator in accumulators]), done
 
     shapes = [(pairs[0][0].shape[0], pairs[0][1].shape[1]) for pairs in sums]
-    return pl.run_scoped(body, *[plgpu.ACC(shape, F32) for shape in shapes])
+    accumulator: Any = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
+    return pl.run_scoped(body, *[accumulator(shape, F32) for shape in shapes])
 
 
 def pair_decay(before: Any, scale: float = 1.0) -> jax.Array:

@@ -201,9 +201,9 @@ def walk(walks: tuple[Walk, ...], *, config: WalkConfig, name: str) -> list[list
     outs_flat, outs_structure = jax.tree.flatten(out_types)
 
     def kernel(*refs: Any) -> None:
-        *refs, (buffers, *barriers) = refs
-        here = structure.unflatten(refs[: len(sources)])
-        outs = outs_structure.unflatten(refs[len(sources) :])
+        *in_out, (buffers, *barriers) = refs
+        here = structure.unflatten(in_out[: len(sources)])
+        outs = outs_structure.unflatten(in_out[len(sources) :])
         tiles, staging = buffers[: len(Arrays._fields)], buffers[len(Arrays._fields) :]
         wg = lax.axis_index("wg")
 

@@ -267,7 +267,7 @@ def load_chunk(c: Chunk) -> None:
 
     @channels
     def _():
-        raw = None if s.g is None else keys.raw_gate(x.keys, me)  # under way while the copies are
+        raw: Any = None if s.g is None else keys.raw_gate(x.keys, me)  # under way while the copies are
         plgpu.barrier_wait(at.keys)
         if keys.options.qk_norm:
             keys.measure(me)

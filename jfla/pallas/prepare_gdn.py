@@ -140,7 +140,8 @@ def prepare_gdn(
 
     def kernel(*refs: Any) -> None:
         q_g, k_g, g_g, *rest = refs
-        roots_g, masks_g = (rest.pop(0), rest.pop(0)) if with_pairs else (None, None)
+        roots_g: Any = rest.pop(0) if with_pairs else None
+        masks_g: Any = rest.pop(0) if with_pairs else None
         zero_g, factors_o, before_o, *pair_o, ((masks_s, *buffers), loaded, started) = rest
         wg = lax.axis_index("wg")
 
