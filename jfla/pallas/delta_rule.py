@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
-from jfla._types import DeltaRuleOutput, Inputs, Options, State
+from jfla._types import CHUNK, DeltaRuleOutput, Inputs, Options, State
 from jfla._types import Value as Values
 from jfla.pallas import _config
 from jfla.pallas._arrays import (
@@ -28,7 +28,7 @@ from jfla.pallas._tile import BF16, F32
 from jfla.pallas.chunk_gradients import chunk_gradients
 from jfla.pallas.prepare_gdn import TokenArrays, prepare_gdn
 from jfla.pallas.prepare_kda import prepare_kda
-from jfla.pallas.scan import backward_scans, output_scan
+from jfla.pallas.scan import backward_scans, output_scan, split_ends, split_states
 
 
 class Prepared(NamedTuple):
@@ -57,10 +57,14 @@ def forward(inputs: Inputs, options: Options) -> tuple[DeltaRuleOutput, Pairs]:
     pairs = Pairs(*(checkpoint_name(a, name) for a, name in zip(pairs, ("jfla_a_qk", "jfla_inverse"))))
     batch, heads, _, value_dim, key_dim = x.initial.shape
     config = _config.scan_config(key_dim, value_dim, batch * heads)
+    parts, initial = _config.scan_parts(key_dim, value_dim, batch * heads, x.v.shape[1] // CHUNK), x.initial
+    if parts > 1:
+        with jax.named_scope("jfla_split"):
+            initial = split_states(carried, pairs, x.v, initial, config, parts)
     with jax.named_scope("jfla_output_scan"):
-        output, final = output_scan(carried, pairs, x.v, x.initial, config)
+        output, final = output_scan(carried, pairs, x.v, initial, config)
     output = output[:, : inputs.v.shape[1]].astype(inputs.v.dtype)
-    return DeltaRuleOutput(output, final[:, :, 0].mT if options.return_final_state else None), pairs
+    return DeltaRuleOutput(output, final[:, :, -1].mT if options.return_final_state else None), pairs
 
 
 def backward(inputs: Inputs, options: Options, pairs: Pairs, d_output: Values, d_final: State | None) -> Inputs:
@@ -85,8 +89,12 @@ def scans(x: KernelArrays, carried: Operands, pairs: Pairs, do: Array, d_final: 
     batch, heads, _, value_dim, key_dim = x.initial.shape
     config = _config.scan_config(key_dim, value_dim, batch * heads)
     d_last = jnp.zeros_like(x.initial) if d_final is None else d_final.mT[:, :, None]
+    first_and_last = x.initial, d_last
+    parts = _config.scan_parts(key_dim, value_dim, batch * heads, x.v.shape[1] // CHUNK)
+    if parts > 1:
+        with jax.named_scope("jfla_split"):
+            first_and_last = split_ends(carried, pairs, x.v, do, first_and_last, config, parts)
     with jax.named_scope("jfla_backward_scans"):
-        first_and_last = x.initial, d_last
         states, v_new, dends, dv, d_initial = backward_scans(carried, pairs, x.v, do, first_and_last, config)
     return Ends(states, dends, v_new, do, dv), d_initial
 

@@ -10,10 +10,11 @@ Everything is transposed, [V, C] and [V, K]: see _walk.py.
 """
 
 import jax
+import jax.numpy as jnp
 
 from jfla._types import CHUNK
 from jfla.pallas._operands import K_IN, K_OUT, Q_IN, Operands, Pairs, times
-from jfla.pallas._tile import BF16, F32, dots, dots_while, load, transposed
+from jfla.pallas._tile import BF16, F32, dots, dots_while, load, transposed, zeros
 from jfla.pallas._walk import Emit, Tiles, Walk, WalkConfig, arrays, walk
 
 
@@ -50,45 +51,51 @@ def output_scan(
 
 def states_walk(op: Operands, pairs: Pairs, v: jax.Array, initial: jax.Array) -> Walk:
     """S^T at each chunk's start [B, HV, N, V, K] and v_new [B, T, HV, V]: what the backward reads of the forward."""
-
-    def step(state: jax.Array, x: Tiles, emit: Emit) -> jax.Array:
-        state16 = state.astype(BF16)
-
-        def meanwhile() -> tuple[jax.Array, jax.Array | None]:
-            emit(0, state16)
-            return _values(x)
-
-        (known,), (values, k_in) = dots_while(meanwhile, [(state16, transposed(x.k_in))])
-        error = (values - times(known, k_in)).astype(BF16)
-        (v_new,), (state, k_out) = dots_while(
-            lambda: (x.decays.state(state), x.decays.factor(K_OUT)), [(error, transposed(x.inverse))]
-        )
-        emit(1, v_new)
-        return dots((state, (times(v_new, k_out).astype(BF16), x.k_out)))[0]
-
     reads = arrays(op, v, initial, None, pairs.inverse, queries=False)
-    return Walk(step, reads, _states_and_values(initial, v))
+    return Walk(lambda state, x, emit: _advance(state, x, emit), reads, _states_and_values(initial, v))
+
+
+def _advance(state: jax.Array, x: Tiles, emit: Emit | None, writing: bool = True) -> jax.Array:
+    """One chunk: the next state. Not `writing`, the tokens only erase: v = 0."""
+    state16 = state.astype(BF16)
+
+    def meanwhile() -> tuple[jax.Array, jax.Array | None]:
+        if emit is not None:
+            emit(0, state16)
+        values, k_in = _values(x)
+        return (values if writing else zeros(*values.shape)), k_in
+
+    (known,), (values, k_in) = dots_while(meanwhile, [(state16, transposed(x.k_in))])
+    error = (values - times(known, k_in)).astype(BF16)
+    (v_new,), (state, k_out) = dots_while(
+        lambda: (x.decays.state(state), x.decays.factor(K_OUT)), [(error, transposed(x.inverse))]
+    )
+    if emit is not None:
+        emit(1, v_new)
+    return dots((state, (times(v_new, k_out).astype(BF16), x.k_out)))[0]
 
 
 def adjoints_walk(op: Operands, pairs: Pairs, do: jax.Array, dfinal: jax.Array) -> Walk:
     """dS^T at each chunk's end [B, HV, N, V, K], dv [B, T, HV, V], and dS^T before the first chunk [B, HV, P, V, K]."""
+    reads, emits = arrays(op, do, dfinal, *pairs), _states_and_values(dfinal, do)
+    return Walk(lambda dstate, x, emit: _retreat(dstate, x, emit), reads, emits, reverse=True)
 
-    def step(dstate: jax.Array, x: Tiles, emit: Emit) -> jax.Array:
-        dstate16, do = dstate.astype(BF16), load(transposed(x.values))
 
-        def meanwhile() -> tuple[jax.Array, jax.Array | None]:
+def _retreat(dstate: jax.Array, x: Tiles, emit: Emit | None) -> jax.Array:
+    """One chunk in reverse: the cotangent of the state before it."""
+    dstate16, do = dstate.astype(BF16), load(transposed(x.values))
+
+    def meanwhile() -> tuple[jax.Array, jax.Array | None]:
+        if emit is not None:
             emit(0, dstate16)
-            return x.decays.tokens(do.astype(F32), Q_IN).astype(BF16), x.decays.factor(K_OUT)
+        return x.decays.tokens(do.astype(F32), Q_IN).astype(BF16), x.decays.factor(K_OUT)
 
-        (ahead, dv_new), (read, k_out) = dots_while(meanwhile, [(dstate16, transposed(x.k_out))], [(do, x.a_qk)])
-        dv_new = (dv_new + times(ahead, k_out)).astype(BF16)
-        (dv,), (dstate, k_in) = dots_while(
-            lambda: (x.decays.state(dstate), x.decays.factor(K_IN)), [(dv_new, x.inverse)]
-        )
+    (ahead, dv_new), (read, k_out) = dots_while(meanwhile, [(dstate16, transposed(x.k_out))], [(do, x.a_qk)])
+    dv_new = (dv_new + times(ahead, k_out)).astype(BF16)
+    (dv,), (dstate, k_in) = dots_while(lambda: (x.decays.state(dstate), x.decays.factor(K_IN)), [(dv_new, x.inverse)])
+    if emit is not None:
         emit(1, dv)
-        return dots((dstate, (read, x.q_in), (times(-dv, k_in).astype(BF16), x.k_in)))[0]
-
-    return Walk(step, arrays(op, do, dfinal, *pairs), _states_and_values(dfinal, do), reverse=True)
+    return dots((dstate, (read, x.q_in), (times(-dv, k_in).astype(BF16), x.k_in)))[0]
 
 
 def backward_scans(
@@ -105,3 +112,55 @@ def _states_and_values(initial: jax.Array, v: jax.Array) -> tuple[jax.ShapeDtype
     batch, heads, _, value_dim, key_dim = initial.shape
     states = jax.ShapeDtypeStruct((batch, heads, v.shape[1] // CHUNK, value_dim, key_dim), BF16)
     return states, jax.ShapeDtypeStruct(v.shape, BF16)
+
+
+def split_states(
+    op: Operands, pairs: Pairs, v: jax.Array, initial: jax.Array, config: WalkConfig, parts: int
+) -> jax.Array:
+    """S^T before each of P parts of time, [B, HV, P, V, K], from that before the first: exact, for any gate.
+
+    Over a part the state goes through an affine map, S^T <- S^T R + C. C is where the part leads from no state, and R
+    where it leads from the identity when its tokens write nothing; both are walked for all parts at once.
+    """
+    return _chained(initial, *_maps(op, pairs, v, initial, config, parts), parts, reverse=False)
+
+
+def split_ends(
+    op: Operands, pairs: Pairs, v: jax.Array, do: jax.Array, ends: tuple[jax.Array, jax.Array], config: WalkConfig,
+    parts: int,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """The same, and dS^T after each part, from that after the last: dS^T <- dS^T R^T + D in reverse."""
+    initial, dfinal = ends
+    reads = arrays(op, do, _per_part(dfinal, parts), *pairs)
+    back = Walk(lambda dstate, x, _: _retreat(dstate, x, None), reads, (), reverse=True)
+    ((d,),) = walk((back,), config=config, name="jfla_split_adjoints")
+    r, c = _maps(op, pairs, v, initial, config, parts)
+    return _chained(initial, r, c, parts, reverse=False), _chained(dfinal, r.mT, d, parts, reverse=True)
+
+
+def _maps(
+    op: Operands, pairs: Pairs, v: jax.Array, initial: jax.Array, config: WalkConfig, parts: int
+) -> tuple[jax.Array, jax.Array]:
+    """R and C of every part, [B, HV, P, V, K] (V = K)."""
+    nothing = _per_part(initial, parts)
+    identity = jnp.broadcast_to(jnp.eye(initial.shape[-1], dtype=F32), nothing.shape)
+    reads = lambda first: arrays(op, v, first, None, pairs.inverse, queries=False)
+    walks = (
+        Walk(lambda state, x, _: _advance(state, x, None, writing=False), reads(identity), ()),
+        Walk(lambda state, x, _: _advance(state, x, None), reads(nothing), ()),
+    )
+    (r,), (c,) = walk(walks, config=config, name="jfla_split_states")
+    return r, c
+
+
+def _per_part(state: jax.Array, parts: int) -> jax.Array:
+    batch, heads, _, value_dim, key_dim = state.shape
+    return jnp.zeros((batch, heads, parts, value_dim, key_dim), F32)
+
+
+def _chained(state: jax.Array, r: jax.Array, c: jax.Array, parts: int, reverse: bool) -> jax.Array:
+    """The states where the parts begin: `state` [B, HV, 1, V, K] at the first, or in reverse at the last."""
+    states = [state[:, :, 0]]
+    for i in reversed(range(1, parts)) if reverse else range(parts - 1):
+        states.append(jnp.matmul(states[-1], r[:, :, i], precision="highest") + c[:, :, i])
+    return jnp.stack(states[::-1] if reverse else states, axis=2)

@@ -26,6 +26,20 @@ def test_values_and_gradients(call, monkeypatch):
         check(call, implementation="pallas")
 
 
+def test_parts_of_time_walked_side_by_side_give_the_same(monkeypatch):
+    monkeypatch.setattr(_config, "scan_parts", lambda *_: 3)
+    with jfla.pallas.interpret():
+        check(Call("gdn", "weak", time=300), implementation="pallas")
+
+
+@pytest.mark.parametrize(
+    ("heads", "time", "parts"),
+    [(32, 65536, 1), (8, 65536, 4), (1, 65536, 16), (8, 3072, 3), (8, 2048, 1), (22, 9999, 1)],
+)
+def test_time_is_split_where_most_of_the_gpu_would_be_idle(heads, time, parts):
+    assert _config.scan_parts(128, 128, heads, time // 64) == parts
+
+
 @pytest.mark.parametrize("factor", [0.5, 1e3])
 def test_causal_to_the_bit(factor):
     """Also where a later token's gate is so strong that its rows, and only they, take the exact form."""
