@@ -238,10 +238,13 @@ def share_chunk(t: Team, out: Operands, pairs: Pairs | None) -> None:
     if pairs is not None:
         pl.when(t.me == 1)(t.fetch_roots)
     t.channels(lambda: load_chunk(t))
-    if keys.options.qk_norm and keys.blocks > 1:
+    share_norms = keys.options.qk_norm and keys.blocks > 1
+    if share_norms:
         t.meet()
     t.channels(lambda: operands(t, out, pairs is not None))
     if pairs is None:
+        if share_norms:
+            t.meet()  # the next chunk's norms take the place of these
         return
     t.meet()
     x = pair_dots(t)
