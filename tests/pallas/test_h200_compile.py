@@ -86,8 +86,9 @@ def check_report(name: str, now: dict[str, dict[str, int]], counted: dict[str, s
     if os.environ.get("JFLA_WRITE_REPORT"):
         REPORT.write_text(json.dumps(dict(sorted((stored | {name: now}).items())), indent=1) + "\n")
         return
-    assert now.keys() == stored[name].keys()
-    for kernel, before in stored[name].items():
+    assert now.keys() <= stored[name].keys()  # what an earlier test compiled is not reported again
+    for kernel in now:
+        before = stored[name][kernel]
         assert now[kernel]["spilled bytes"] <= before["spilled bytes"], kernel
         for fact in counted:
             assert now[kernel][fact] >= before[fact] * 0.9, f"{kernel}: {fact} {before[fact]} -> {now[kernel][fact]}"
@@ -99,10 +100,10 @@ def check_report(name: str, now: dict[str, dict[str, int]], counted: dict[str, s
 def test_kernels_compile_as_written_down(op, dims, raw, batch, capfd, monkeypatch):
     """No kernel spills more than `h200_report.json` says, or has lost an instruction of the tensor cores or of TMA.
 
-    A kernel that two configurations of an op share is compiled, and reported, for the first of them alone: those of an
-    op run in one process. With JFLA_WRITE_REPORT=1 the file is written instead. Only the gradients of KDA spill, less
-    than 200 bytes, for what chunks with strong gates need. No kernel's matmuls wait for each other one by one, as they
-    do when the compiler finds a result used before it was waited for.
+    A kernel that two configurations share is compiled, and reported, once in a process. With JFLA_WRITE_REPORT=1 the
+    file is written instead. Only the gradients of KDA spill, less than 200 bytes, for what chunks with strong gates
+    need. No kernel's matmuls wait for each other one by one, as they do when the compiler finds a result used before it
+    was waited for.
     """
     monkeypatch.setitem(os.environ, "MOSAIC_GPU_DUMP_PTXAS", "1")
     monkeypatch.setitem(os.environ, "MOSAIC_GPU_DUMP_SASS", "1")
