@@ -6,34 +6,55 @@ Every exponent is a sum of decays over a stretch of tokens, added up and never s
 is right for -inf, and a strong gate costs the weak gates after it no digit.
 """
 
+import math
+
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float
+
+from jfla.blocks import double, halves, join, levels, squares
 
 Tokens = Float[Array, "*batch C G"]
 
 
 def sum_before(x: Tokens) -> Tokens:
     """Inclusive running sum over the tokens of a block: sum of x_m for m <= i."""
-    return jnp.cumsum(x, axis=-2)
+    return _running_sum(x, reverse=False)
 
 
 def sum_after(x: Tokens) -> Tokens:
     """Exclusive running sum from the end: sum of x_m for m > i."""
-    return jnp.flip(_shifted(jnp.cumsum(jnp.flip(x, -2), axis=-2)), -2)
+    return _running_sum(_next(x), reverse=True)
 
 
 def sum_before_adjoint(dx: Tokens) -> Tokens:
     """Adjoint of `sum_before`: sum of dx_i for i >= m."""
-    return jnp.flip(jnp.cumsum(jnp.flip(dx, -2), axis=-2), -2)
+    return _running_sum(dx, reverse=True)
 
 
 def sum_after_adjoint(dx: Tokens) -> Tokens:
     """Adjoint of `sum_after`: sum of dx_i for i < m."""
-    return _shifted(jnp.cumsum(dx, axis=-2))
+    return _running_sum(_previous(dx), reverse=False)
 
 
-def _shifted(x: Tokens) -> Tokens:
+def _running_sum(x: Tokens, reverse: bool) -> Tokens:
+    """Inside spans of 16 tokens, then over the spans: XLA itself cuts a longer one up at a higher cost."""
+    span = math.gcd(x.shape[-2], 16)
+    spans = x.reshape(*x.shape[:-2], -1, span, x.shape[-1])
+    inside = lax.cumsum(spans, axis=spans.ndim - 2, reverse=reverse)
+    if spans.shape[-3] > 1:
+        whole = inside[..., 0 if reverse else -1, :]
+        whole = (_next if reverse else _previous)(whole)
+        inside = inside + lax.cumsum(whole, axis=whole.ndim - 2, reverse=reverse)[..., None, :]
+    return inside.reshape(x.shape)
+
+
+def _previous(x: Tokens) -> Tokens:
     return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(1, 0), (0, 0)])[..., :-1, :]
+
+
+def _next(x: Tokens) -> Tokens:
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, 1), (0, 0)])[..., 1:, :]
 
 
 def decayed_dot(
@@ -66,7 +87,7 @@ def _is_scalar(k: Array, g: Array) -> bool:
 
 def _pair_decay(g: Float[Array, "*batch C 1"]) -> Float[Array, "*batch C C"]:
     size = g.shape[-2]
-    between = jnp.cumsum(jnp.where(jnp.tri(size, k=-1, dtype=bool), g, 0), axis=-2)
+    between = sum_before(jnp.where(jnp.tri(size, k=-1, dtype=bool), g, 0))
     return jnp.exp(jnp.where(jnp.tri(size, dtype=bool), between, -jnp.inf))
 
 
@@ -87,49 +108,28 @@ def _scalar_adjoint(rows, k, g, d_dot):
 # decays through the boundary: exp(sum from the boundary to i) * exp(sum from j to the boundary).
 
 
-def _halves(x: Float[Array, "*batch C D"], size: int) -> tuple[Array, Array]:
-    x = x.reshape(*x.shape[:-2], -1, 2, size, x.shape[-1])
-    return x[..., 0, :, :], x[..., 1, :, :]
-
-
-def _join(early: Float[Array, "*batch M s D"], late: Float[Array, "*batch M s D"]) -> Float[Array, "*batch C D"]:
-    x = jnp.stack([early, late], axis=-3)
-    return x.reshape(*x.shape[:-4], -1, x.shape[-1])
-
-
-def _levels(chunk: int) -> list[int]:
-    return [1 << level for level in range(chunk.bit_length() - 1)]
-
-
 def _vector(rows, k, g):
     out = jnp.sum(rows * k[..., None, :, :], axis=-1)[..., None, None]
-    for size in _levels(k.shape[-2]):
-        (g_early, g_late), (k_early, _), (_, late) = (_halves(x, size) for x in (g, k, rows))
+    for size in levels(k.shape[-2]):
+        (g_early, g_late), (k_early, _), (_, late) = (halves(x, size) for x in (g, k, rows))
         early = k_early * jnp.exp(sum_after(g_early))
         late = late * jnp.exp(sum_before(g_late))[..., None, :, :, :]
         square = jnp.einsum("...rmid,...mjd->...rmij", late, early)
-        top, bottom = out[..., 0::2, :, :], out[..., 1::2, :, :]
-        out = jnp.block([[top, jnp.zeros_like(square)], [square, bottom]])
+        out = double(out, square)
     return out[..., 0, :, :]
 
 
 def _vector_adjoint(rows, k, g, d_dot):
     diagonal = jnp.diagonal(d_dot, axis1=-2, axis2=-1)[..., None]
     drows, dk, dg = diagonal * k[..., None, :, :], jnp.sum(diagonal * rows, axis=-3), jnp.zeros_like(g)
-    for size in _levels(k.shape[-2]):
-        (g_early, g_late), (k_early, _), (_, late) = (_halves(x, size) for x in (g, k, rows))
+    for size in levels(k.shape[-2]):
+        (g_early, g_late), (k_early, _), (_, late) = (halves(x, size) for x in (g, k, rows))
         e_early, e_late = jnp.exp(sum_after(g_early)), jnp.exp(sum_before(g_late))
-        d_square = _squares(d_dot, size)
+        d_square = squares(d_dot, size)
         dlate = jnp.einsum("...rmij,...mjd->...rmid", d_square, k_early * e_early) * e_late[..., None, :, :, :]
         dearly = jnp.einsum("...rmij,...rmid->...mjd", d_square, late * e_late[..., None, :, :, :]) * e_early
-        drows = drows + _join(jnp.zeros_like(dlate), dlate)
-        dk = dk + _join(dearly, jnp.zeros_like(dearly))
+        drows = drows + join(jnp.zeros_like(dlate), dlate)
+        dk = dk + join(dearly, jnp.zeros_like(dearly))
         dg_late = sum_before_adjoint(jnp.sum(late * dlate, axis=-4))
-        dg = dg + _join(sum_after_adjoint(k_early * dearly), dg_late)
+        dg = dg + join(sum_after_adjoint(k_early * dearly), dg_late)
     return drows, dk, dg
-
-
-def _squares(x: Float[Array, "*batch C C"], size: int) -> Float[Array, "*batch M s s"]:
-    """The squares below the diagonal blocks of 2 * size tokens: late rows, early columns."""
-    x = x.reshape(*x.shape[:-2], -1, 2, size, x.shape[-1] // (2 * size), 2, size)[..., 1, :, :, 0, :]
-    return jnp.moveaxis(jnp.diagonal(x, axis1=-4, axis2=-2), -1, -3)

@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from jfla._mesh import compiler_partitioned
 from jfla._types import DeltaRuleOutput, Inputs, Options
+from jfla.blocks import double, levels, squares
 from jfla.decay import decayed_dot
 from jfla.gradients import Operands, Pairs, States, Values, chunk_gradients, operands
 from jfla.packing import read_slot, write_slot
@@ -37,13 +38,11 @@ class Pairwise(NamedTuple):
 
 def unit_lower_inverse(lower: Float[Array, "*batch C C"]) -> Float[Array, "*batch C C"]:
     """(I + L)^-1 for strictly lower L, by doubling blocks: as stable as substitution, no power of L is formed."""
-    size = lower.shape[-1]
-    row, col = jnp.arange(size)[:, None], jnp.arange(size)[None, :]
-    inverse = jnp.broadcast_to(jnp.eye(size, dtype=lower.dtype), lower.shape)
-    for level in range((size - 1).bit_length()):
-        below = ((row >> level) % 2 == 1) & (col >> level == (row >> level) - 1)
-        inverse = inverse - inverse @ (jnp.where(below, lower, 0) @ inverse)
-    return inverse
+    inverse = jnp.ones((*lower.shape[:-1], 1, 1), lower.dtype)
+    for size in levels(lower.shape[-1]):
+        early, late = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
+        inverse = double(inverse, -late @ (squares(lower, size) @ early))
+    return inverse[..., 0, :, :]
 
 
 def pairwise(x: ChunkInputs) -> Pairwise:
