@@ -174,9 +174,11 @@ def test_loss_counts_what_is_to_be_predicted():
     assert jfla.nn.next_token_loss(jnp.asarray(logits), jnp.asarray(tokens), jnp.zeros((2, 6), int)) == 0
 
 
-@nnx.jit
 def gradient(model, tokens):
-    return nnx.grad(lambda model: jfla.nn.next_token_loss(model(tokens), tokens))(model)
+    """Compiled as users do: without optimization the two programs round a little differently."""
+    graph, state = nnx.split(model)
+    loss = lambda state: jfla.nn.next_token_loss(nnx.merge(graph, state)(tokens), tokens)
+    return jax.jit(jax.grad(loss), compiler_options={"xla_backend_optimization_level": 3})(state)
 
 
 def test_every_parameter_learns_and_remat_changes_nothing(tokens):
@@ -186,7 +188,7 @@ def test_every_parameter_learns_and_remat_changes_nothing(tokens):
     policy = jax.checkpoint_policies.save_only_these_names("jfla_inverse")
     again = gradient(make(num_layers=2, tie_embeddings=False, remat=policy), tokens)
     for (path, a), (_, b) in zip(nnx.to_flat_state(plain), nnx.to_flat_state(again)):
-        assert rms_error(a[...], np.asarray(b[...])) < 1e-5, path
+        np.testing.assert_allclose(a[...], b[...], rtol=1e-4, atol=1e-7, err_msg=str(path))
 
 
 def test_bfloat16_follows_float32(model, tokens):
