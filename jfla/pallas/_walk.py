@@ -45,7 +45,7 @@ Step = Callable[[jax.Array, Tiles, Emit], jax.Array]
 
 
 class Arrays(NamedTuple):
-    """What a walk reads of device memory; None for what its steps do not use. `operand` and `initial`: see `walk`."""
+    """What a walk reads of device memory, or its copy in shared memory; None for what its steps do not use."""
 
     k_in: Any
     decay: Any
