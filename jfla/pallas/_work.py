@@ -75,5 +75,9 @@ class Turn(NamedTuple):
         return self.work.place(self.item - self.step)
 
     @property
+    def has_last(self) -> Any:
+        return self.item >= self.step
+
+    @property
     def has_next(self) -> Any:
         return self.item + self.step < self.work.total

@@ -283,7 +283,7 @@ def invert(t: Team, pairs: Pairs) -> None:
     lower, work, out = (x.at[zero] for x in (t.s.lower, t.s.work, t.s.inverse))
     write_inverse(Inverse(lower, work, zero), t.s.roots.at[zero + 1], out)
     plgpu.barrier_arrive(t.barriers.taken)
-    pl.when(t.turn.number > 0)(lambda: t.hand_over(t.turn.last_place))
+    pl.when(t.turn.has_last)(lambda: t.hand_over(t.turn.last_place))
     plgpu.copy_smem_to_gmem(out, t.keys.place.tile(pairs.inverse))
 
 
