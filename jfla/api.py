@@ -46,6 +46,7 @@ _STATES = """
       `return_final_state` says. `final_state[:, n - 1]` is the state after n tokens: where n of T drafted tokens are
       accepted, decoding goes on from there. The initial state is not written over. Not with `segment_ids`."""
 
+
 def _documented(g: str, states: str = "") -> Callable:
     def fill(function: Callable) -> Callable:
         text = inspect.cleandoc(function.__doc__ or "")

@@ -230,7 +230,7 @@ def _decode(inputs: Inputs, options: Options) -> tuple[Array, Array | None]:
 
 
 def _call(inputs: Inputs, options: Options, state: Any, separate: bool) -> tuple[Array, Array | None]:
-    """The final state, or every token's, goes to a `separate` array, or to `state` if that is a reference, or nowhere."""
+    """The final state (or all of them) goes to a `separate` array, or to `state` if that is a reference, or nowhere."""
     value_heads, value_dim = inputs.v.shape[2:]
     parameter = lambda x, *shape: None if x is None else x.astype(F32).reshape(value_heads, *shape)
     a_log = parameter(getattr(inputs.gate, "a_log", None))

@@ -33,7 +33,9 @@ def recurrent_kda(
     >>> print(jfla.reference.recurrent_kda(x, x, x, -x, beta, qk_norm=True).output.shape)
     (1, 3, 2, 4)
     """
-    return recurrent.apply(*validate_recurrent("kda", q, k, v, g, beta, return_states=return_states, **_complete(arguments)))
+    return recurrent.apply(
+        *validate_recurrent("kda", q, k, v, g, beta, return_states=return_states, **_complete(arguments))
+    )
 
 
 def recurrent_gdn(
@@ -54,7 +56,9 @@ def recurrent_gdn(
     >>> print(jax.jvp(f, (x,), (x,))[1].shape)
     (1, 3, 2, 4)
     """
-    return recurrent.apply(*validate_recurrent("gdn", q, k, v, g, beta, return_states=return_states, **_complete(arguments)))
+    return recurrent.apply(
+        *validate_recurrent("gdn", q, k, v, g, beta, return_states=return_states, **_complete(arguments))
+    )
 
 
 def chunk_kda(q: Array, k: Array, v: Array, g: Array, beta: Array, **arguments: Any) -> DeltaRuleOutput:

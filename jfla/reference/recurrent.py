@@ -54,7 +54,7 @@ def scan(
 
     by_time = [jnp.moveaxis(x, 1, 0) for x in (tokens.slot, tokens.q, tokens.k, tokens.v, tokens.g, tokens.beta)]
     last, (outputs, states) = lax.scan(token, tokens.state, tuple(by_time))
-    return jnp.moveaxis(outputs, 0, 1), jnp.moveaxis(states, 0, 1) if every_state else last
+    return jnp.moveaxis(outputs, 0, 1), last if states is None else jnp.moveaxis(states, 0, 1)
 
 
 @compiler_partitioned

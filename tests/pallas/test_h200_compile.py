@@ -62,7 +62,7 @@ DECODE_CONFIGURATIONS = [
     ("kda", (128, 128), 1, 64, False),
     ("kda", (64, 128), 8, 64, False),
     ("gdn", (128, 64), 3, 1, False),
-    ("kda", (128, 128), 8, 64, True),
+    ("kda", (128, 128), 8, 256, True),
 ]
 
 
