@@ -16,13 +16,14 @@ class Ceilings(NamedTuple):
 
 
 def measured(repeats: int) -> Ceilings:
-    """The faster of two copies that read and write 2 GiB each (CPU: 64 MiB), the runtime's own and `x + 1`, both in
-    float32: a kernel that reads 2 bytes at a time reaches less. A bfloat16 product of 8192^3 (CPU: float32, 1024^3).
+    """The faster of two copies that read and write 2 GiB each, the runtime's own and `x + 1`, both in
+    float32: a kernel that reads 2 bytes at a time reaches less. On a CPU 16 MiB: for more than that, memory is mapped
+    anew at each call, which is most of the time. A bfloat16 product of 8192^3 (CPU: float32, 1024^3).
 
     Random numbers: on zeros a GPU draws less power and is faster.
     """
     gpu = jax.default_backend() == "gpu"
-    x = jax.random.normal(jax.random.key(0), (2**29 if gpu else 2**24,))
+    x = jax.random.normal(jax.random.key(0), (2**29 if gpu else 2**22,))
     copies = [_ms(jax.jit(function), x, repeats) for function in (jnp.copy, lambda x: x + 1)]
     n, bytes_ = 8192 if gpu else 1024, 2 * x.nbytes
     del x

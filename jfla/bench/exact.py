@@ -29,6 +29,7 @@ from jfla.bench.shapes import Case, Op
 
 HEADS = 2
 MAX_TIME, LAST = 16384, 4096
+CHECKED = f"{HEADS} heads of the first sequence; beyond T = {MAX_TIME} on the last {LAST} tokens"
 BLOCK = 256  # tokens between the states that the backward of the recurrence keeps
 
 References = dict[str, np.ndarray]
