@@ -9,7 +9,7 @@ import pytest
 from jax.profiler import ProfileData
 
 from jfla import reference
-from jfla.bench import exact, inputs, measure, trace
+from jfla.bench import ceilings, exact, inputs, measure, trace
 from jfla.bench.exact import Exact
 from jfla.bench.providers import jax_program
 from jfla.bench.shapes import Case, Shape
@@ -151,3 +151,9 @@ def _errors(case: Case) -> dict[str, float]:
     arrays = inputs.draw(case, 0)
     program = jax_program(RECURRENT[case.op], case)
     return Exact(gradients=True).errors(case, arrays, program, program.first(program.load(arrays)))
+
+
+def test_the_ceilings_are_those_of_a_machine():
+    found = ceilings.measured(3)
+    assert 5e-4 < found.copy_tb_per_s < 10
+    assert 1e-3 < found.matmul_tflop_per_s < 2000
