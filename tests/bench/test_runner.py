@@ -5,7 +5,9 @@ import json
 import pathlib
 import subprocess
 import sys
+import types
 
+import jax
 import pytest
 
 import jfla
@@ -182,6 +184,18 @@ def test_absent_peers_are_refused_by_name(monkeypatch: pytest.MonkeyPatch):
     assert "peer" not in Plan().filled().implementations
     with pytest.raises(ValueError, match="peer cannot run here: no package a_package_that_is_not_there"):
         Plan(implementations=("peer",)).filled()
+
+
+@pytest.mark.parametrize(("capability", "left_out"), [("9.0", {"xla", "scan"}), ("8.0", set()), (None, set())])
+def test_where_the_kernels_run_the_slow_implementations_are_asked_for(
+    capability: str | None, left_out: set[str], monkeypatch: pytest.MonkeyPatch
+):
+    ours = {name: Provider(_scan, ours=True) for name in ("pallas", "xla", "scan")}
+    monkeypatch.setattr(runner, "PROVIDERS", ours)
+    monkeypatch.setattr(providers, "PROVIDERS", ours)
+    monkeypatch.setattr(jax, "devices", lambda: [types.SimpleNamespace(compute_capability=capability)])
+    assert set(Plan().filled().implementations) == ours.keys() - left_out
+    assert Plan(implementations=("scan",)).filled().implementations == ("scan",)
 
 
 def test_the_backward_is_the_difference_and_noise_is_none():
