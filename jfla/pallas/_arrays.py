@@ -7,9 +7,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from jfla._types import CHUNK, Inputs, Options
-from jfla.gates import Gate, log_decay, write_strength
+from jfla.gates import Gate, l2norm, log_decay, write_strength
 from jfla.packing import starts
-from jfla.pallas._chunk import Gradients
+from jfla.pallas._chunk import PART, Gradients
 from jfla.pallas._gate import LOG2E, STRONGEST, gate_kind, reset_rows, split_gate
 from jfla.pallas._keys import KeyArrays, KeyOptions
 from jfla.pallas._tile import BF16, F32
@@ -113,12 +113,14 @@ def cotangents(inputs: Inputs, options: Options, grads: Gradients, dv: Array, d_
     tokens = lambda x: without_padding(marked(x[:, :time]), inputs.segment_ids)
     by_token = lambda x: tokens(x.reshape(*x.shape[:2], -1).swapaxes(1, 2))
 
-    def to_queries(x: Array) -> Array:
-        """Sums over the value heads of a group, in float32."""
-        x = tokens(x)
-        if x.shape[2] != heads:
-            x = jnp.sum(x.reshape(batch, time, heads, -1, key_dim), axis=3)
-        return x.astype(inputs.q.dtype)
+    def to_queries(dx: Array, x: Array) -> Array:
+        """Sums over the value heads of a group, and parts of V, in float32; then of x as the caller passed it."""
+        dx = tokens(dx)
+        if dx.shape[2] != heads:
+            dx = jnp.sum(dx.reshape(batch, time, heads, -1, key_dim), axis=3)
+        if options.qk_norm and key_dim > PART:
+            (dx,) = jax.vjp(lambda x: l2norm(without_padding(x, inputs.segment_ids)), x)[1](dx)
+        return dx.astype(inputs.q.dtype)
 
     def elementwise(g: Array, gate: Gate | None, beta: Array) -> tuple[Array, Array]:
         g, beta = without_padding(g, inputs.segment_ids), without_padding(beta, inputs.segment_ids)
@@ -130,4 +132,4 @@ def cotangents(inputs: Inputs, options: Options, grads: Gradients, dv: Array, d_
     dg, dgate, dbeta = adjoint((dg, dbeta))
     d_state = None if inputs.initial_state is None else marked(d_initial[:, :, 0].mT)
     dv = tokens(dv).astype(inputs.v.dtype)
-    return Inputs(to_queries(grads.dq), to_queries(grads.dk), dv, dg, dbeta, dgate, d_state, None)
+    return Inputs(to_queries(grads.dq, inputs.q), to_queries(grads.dk, inputs.k), dv, dg, dbeta, dgate, d_state, None)

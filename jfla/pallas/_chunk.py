@@ -4,17 +4,19 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfla.pallas import _patterns
-from jfla.pallas._keys import KeyArrays, Keys
+from jfla.pallas._keys import BLOCK, KeyArrays, Keys
 from jfla.pallas._patterns import Window
 from jfla.pallas._tile import BF16, F32
 
 ENDS = (_patterns.ALL, _patterns.BEFORE, _patterns.AFTER)
 KDA_STEPS = (*ENDS, *map(_patterns.stretch, reversed(range(_patterns.LEVELS))))
 GDN_STEPS = (_patterns.BEFORE, *ENDS)
+PART = 128  # of K and of V: what one program takes
 
 
 class Ends(NamedTuple):
@@ -28,7 +30,11 @@ class Ends(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Per value head. dq, dk [B, T, HV, K]; dg [B, T, HV, K] (KDA) or [B, HV, N, C]; dv . v_new [B, HV, N, C]."""
+    """Per value head. dg [B, T, HV, K] (KDA) or [B, HV, N, C]; dv . v_new [B, HV, N, C].
+
+    dq, dk [B, T, HV, K], as many times as there are parts of V, which lie like value heads of one group. Of q and k as
+    the caller passed them; or under qk_norm, where there are parts of K, of what they are after it.
+    """
 
     dq: Any
     dk: Any
@@ -103,6 +109,18 @@ class Chunk(NamedTuple):
         return self._replace(me=self.me + here, keys=keys, here=here)
 
     @property
+    def all_channels(self) -> bool:
+        """Whether K has no other part."""
+        return self.source.keys.q.shape[-1] == self.keys.blocks * BLOCK
+
+    def state_source(self, ref: Any, n: Any) -> Any:
+        """Of an array [B, HV, N, V, K], what goes to a tile: 64 rows of this program's part of V."""
+        place = self.keys.place
+        parts = jnp.int32(self.keys.value_heads // ref.shape[1])
+        rows = pl.ds((lax.rem(place.head, parts) * self.value_blocks + n) * BLOCK, BLOCK)
+        return place._replace(head=lax.div(place.head, parts)).tile(ref).at[rows, self.keys.columns(self.me)]
+
+    @property
     def sums(self) -> Window:
         return Window(self.source.sums, self.s.sums.at[self.me], self.barriers.sums.at[self.me])
 
@@ -151,7 +169,7 @@ class Chunk(NamedTuple):
         self.meet() if self.keys.blocks > 1 else plgpu.commit_smem()
 
     def state(self, n: Any) -> Any:
-        return self.s.states.at[jax.lax.rem(self.me, jnp.int32(self.keys.blocks)), self.at(n)]
+        return self.s.states.at[lax.rem(self.me, jnp.int32(self.keys.blocks)), self.at(n)]
 
     def scratch(self, n: int) -> Any:
         """A tile that is free once the states are read (0, 1) or once both warpgroups have met them (2, 3)."""

@@ -40,7 +40,10 @@ class KeyOptions(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """The tiles of one chunk. q, k [blocks, C, 64] bf16 as the caller passed them; norms [2, blocks, C] float32."""
+    """The tiles of one chunk. q, k [blocks, C, 64] bf16 as the caller passed them; norms [2, blocks, C] float32.
+
+    They may be a part of the channels, a power of two of blocks, from block `first` on, a multiple of it.
+    """
 
     options: KeyOptions
     place: Place
@@ -49,17 +52,33 @@ class Keys(NamedTuple):
     q: Any
     k: Any
     norms: Any
+    first: Any = 0
+
+    def columns(self, b: Any) -> Any:
+        """Where block b lies among all channels."""
+        return pl.ds((b ^ self.first) * BLOCK, BLOCK)
+
+    def view(self, ref: Any, b: Any) -> Any:
+        """Block b of an array [B, T, heads, K] in device memory."""
+        return self.place.rows(ref, self.value_heads, self.columns(b))
 
     def fetch(self, b: Any, q: Any, k: Any, barrier: Any) -> None:
         for source, target in ((q, self.q), (k, self.k)):
-            columns = pl.ds(b * BLOCK, BLOCK)
-            plgpu.copy_gmem_to_smem(self.place.rows(source, self.value_heads, columns), target.at[b], barrier)
+            plgpu.copy_gmem_to_smem(self.view(source, b), target.at[b], barrier)
 
-    def measure(self, b: Any) -> None:
-        """Leaves the squared norms of the rows of a block where everybody finds them."""
-        for which, source in enumerate((self.q, self.k)):
-            y = load(source.at[b]).astype(F32)
-            self.norms.at[which, b][...] = jnp.sum(y * y, axis=1)
+    def measure(self, b: Any, arrays: KeyArrays | None = None) -> None:
+        """Leaves the squared norms of the rows of a block where everybody finds them.
+
+        With `arrays`, those of the blocks of all other parts that b stands for are in them.
+        """
+        for which, tiles in enumerate((self.q, self.k)):
+            blocks = [load(tiles.at[b])]
+            if arrays is not None:
+                source = arrays[which]
+                others = range(self.blocks, source.shape[-1] // BLOCK, self.blocks)
+                blocks += [plgpu.load(self.view(source, b ^ n), layout=WGMMA, optimized=False) for n in others]
+            squares = [y.astype(F32) * y.astype(F32) for y in blocks]
+            self.norms.at[which, b][...] = jnp.sum(sum(squares[1:], start=squares[0]), axis=1)
 
     def scale(self, which: int) -> float:
         return self.options.scale if which == Q else 1.0
@@ -71,8 +90,8 @@ class Keys(NamedTuple):
 
     def reread(self, which: int, source: Any, b: Any) -> jax.Array:
         """The same as `read` from device memory, when the tile holds something else by now."""
-        view = self.place.rows(source, self.value_heads, pl.ds(b * BLOCK, BLOCK))
-        return self._normalised(which, plgpu.load(view, layout=WGMMA, optimized=False)) * self.scale(which)
+        y = plgpu.load(self.view(source, b), layout=WGMMA, optimized=False)
+        return self._normalised(which, y) * self.scale(which)
 
     def unit(self, which: int, b: Any) -> jax.Array:
         """[C, 64] float32 of q or k: normalised under qk_norm."""
@@ -88,8 +107,7 @@ class Keys(NamedTuple):
 
     def raw_gate(self, arrays: KeyArrays, b: Any) -> jax.Array:
         """A block of g as the caller passed it, straight from device memory."""
-        source = self.place.rows(arrays.g, self.value_heads, pl.ds(b * BLOCK, BLOCK))
-        return plgpu.load(source, layout=WGMMA, optimized=False)
+        return plgpu.load(self.view(arrays.g, b), layout=WGMMA, optimized=False)
 
     def gate(self, raw: jax.Array, arrays: KeyArrays, bias: Any, resets: Any) -> jax.Array:
         """log2 decay of a block, as a float16 tile keeps it. bias: the block's [64] in shared memory; resets [C]."""

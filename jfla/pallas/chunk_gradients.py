@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfla._types import CHUNK
 from jfla.pallas import _patterns
-from jfla.pallas._chunk import GDN_STEPS, KDA_STEPS, Barriers, Chunk, Ends, Gradients, Sources, Tiles
+from jfla.pallas._chunk import GDN_STEPS, KDA_STEPS, PART, Barriers, Chunk, Ends, Gradients, Sources, Tiles
 from jfla.pallas._keys import BLOCK, K, KeyArrays, KeyOptions, Keys, Q
 from jfla.pallas._launch import launch
 from jfla.pallas._operands import Place
@@ -199,15 +199,14 @@ def finish(c: Chunk, out: Gradients, grads: tuple[jax.Array, jax.Array, jax.Arra
     dq, dk, dg = grads
     own = per_row(plgpu.load(c.s.own, layout=ROWS), BLOCK)
     dq, dk = dq + own * c.keys.read(K, c.me), dk + own * c.keys.read(Q, c.me)
-    columns = pl.ds(c.me * BLOCK, BLOCK)
-    view = lambda ref: c.keys.place.rows(ref, c.keys.value_heads, columns)
+    view = lambda ref: c.keys.view(ref, c.me)
     if scalar:
         c.s.rows.at[1, c.me][...] = jnp.sum(dg, axis=1)
     else:
         view(out.dg)[...] = dg
     for which, dx in ((Q, dq), (K, dk)):
         dx = dx * c.keys.scale(which)
-        if c.keys.options.qk_norm:
+        if c.keys.options.qk_norm and c.all_channels:
             # x = y / |y|, so dy = (dx - x (x . dx)) / |y|, and x . dx takes all channels.
             c.s.along.at[which, c.me][...] = jnp.sum(c.keys.unit(which, c.me) * dx, axis=1)
             c.meet_channels()
@@ -227,7 +226,7 @@ def finish(c: Chunk, out: Gradients, grads: tuple[jax.Array, jax.Array, jax.Arra
 def load_chunk(c: Chunk) -> None:
     """Copies everything in; then g of this warpgroup's channels as decay, and their norms."""
     keys, x, s, at, me, place = c.keys, c.source, c.s, c.barriers, c.me, c.keys.place
-    columns, given = pl.ds(me * BLOCK, BLOCK), keys.options.kind.name == "given"
+    given = keys.options.kind.name == "given"
     channels = lambda body: pl.when(me < keys.blocks)(body)
 
     def fetch_values(*pairs: tuple[Any, Any]) -> None:
@@ -240,7 +239,7 @@ def load_chunk(c: Chunk) -> None:
     def _():
         keys.fetch(me, x.keys.q, x.keys.k, at.keys)
         if s.bias is not None:
-            plgpu.copy_gmem_to_smem(x.keys.bias.at[place.head, columns], s.bias.at[me], at.keys)
+            plgpu.copy_gmem_to_smem(x.keys.bias.at[place.head, keys.columns(me)], s.bias.at[me], at.keys)
         if s.g is not None:
             c.sums.fetch(0)
 
@@ -262,15 +261,14 @@ def load_chunk(c: Chunk) -> None:
     def _():
         for first, source in ((0, x.ends.states), (2, x.ends.dends)):
             for n in range(c.value_blocks):
-                tile = place.tile(source).at[pl.ds(n * BLOCK, BLOCK), columns]
-                plgpu.copy_gmem_to_smem(tile, c.state(first + n), at.states)
+                plgpu.copy_gmem_to_smem(c.state_source(source, n), c.state(first + n), at.states)
 
     @channels
     def _():
         raw: Any = None if s.g is None else keys.raw_gate(x.keys, me)  # under way while the copies are
         plgpu.barrier_wait(at.keys)
         if keys.options.qk_norm:
-            keys.measure(me)
+            keys.measure(me, None if c.all_channels else x.keys)
         if s.g is not None:
             s.g.at[me][...] = keys.gate(raw, x.keys, None if given else s.bias.at[me], s.resets)
 
@@ -282,22 +280,28 @@ def load_chunk(c: Chunk) -> None:
 def chunk_gradients(
     x: KeyArrays, before: jax.Array | None, ends: Ends, options: KeyOptions, out_dtype: Any
 ) -> Gradients:
-    """`before` [B, HV, N, C]: GDN's running sum of log2 decay; None for KDA."""
+    """`before` [B, HV, N, C]: GDN's running sum of log2 decay; None for KDA.
+
+    dq and dk come in `out_dtype`, or in float32 where something is left to do.
+    """
     batch, heads, n_chunks, value_dim, key_dim = ends.states.shape
-    blocks, value_blocks, scalar = key_dim // BLOCK, value_dim // BLOCK, before is not None
+    channels, parts = min(key_dim, PART), max(value_dim // PART, 1)  # of K; of V
+    blocks, value_blocks, scalar = channels // BLOCK, value_dim // parts // BLOCK, before is not None
     steps = GDN_STEPS if scalar else KDA_STEPS
     if scalar:
         x = KeyArrays(x.q, x.k, None, None, None, None)
-    packed = x.resets is not None
+    if parts > 1 or (channels < key_dim and options.qk_norm):
+        out_dtype = F32
+    x, before, ends = _with_parts_as_heads(x, before, ends, parts)
     sums = None if scalar else _patterns.stack(F16, *steps)
     sources, structure = jax.tree.flatten(Sources(x, ends, before, sums, _patterns.stack(BF16, *steps)))
 
     def kernel(*refs: Any) -> None:
         *arrays, zero, dq, dk, dg, written, (tiles, *barriers) = refs
         source, out, s = structure.unflatten(arrays), Gradients(dq, dk, dg, written), Tiles(*tiles)
-        me = lax.axis_index("wg")
+        me, part = lax.axis_index("wg"), lax.axis_index("channels")
         place = Place(lax.axis_index("sequence"), lax.axis_index("head"), lax.axis_index("chunk"))
-        keys = Keys(options, place, heads, blocks, s.q, s.k, s.norms)
+        keys = Keys(options, place, heads * parts, blocks, s.q, s.k, s.norms, part * blocks)
         c = Chunk(me, zero[0], zero[0], keys, source, s, Barriers(*barriers), value_blocks)
 
         load_chunk(c.anew(0))
@@ -309,20 +313,18 @@ def chunk_gradients(
 
         @pl.when(me == 0)
         def _():
-            place.tile(out.written)[...] = plgpu.load(s.written, layout=ROWS)
+            here = place._replace(head=place.head * (key_dim // channels) + part)
+            here.tile(out.written)[...] = plgpu.load(s.written, layout=ROWS)
             if scalar:
-                parts = [s.rows.at[i, w] for i in range(2) for w in range(2 if i == 0 else blocks)]
-                place.tile(out.dg)[...] = sum(plgpu.load(part, layout=ROWS) for part in parts)
+                pieces = [s.rows.at[i, w] for i in range(2) for w in range(2 if i == 0 else blocks)]
+                here.tile(out.dg)[...] = sum(plgpu.load(piece, layout=ROWS) for piece in pieces)
 
         plgpu.wait_smem_to_gmem(0)
 
     shape = jax.ShapeDtypeStruct
     per_head = (*ends.v_new.shape[:3], key_dim)
-    per_token = shape((batch, heads, n_chunks, CHUNK), F32)
-    tiles = lambda *lead, dtype=BF16: tile_buffer(*lead, CHUNK, BLOCK, dtype=dtype)
-    vectors = lambda *lead: plgpu.SMEM((*lead, BLOCK), F32)
-    given = options.kind.name == "given"
-    out = launch(
+    per_token = shape((batch, heads * parts * (key_dim // channels), n_chunks, CHUNK), F32)
+    dq, dk, dg, written = launch(
         kernel,
         (*sources, jnp.zeros(1, jnp.int32)),
         out_type=(
@@ -331,37 +333,64 @@ def chunk_gradients(
             per_token if scalar else shape(per_head, F32),
             per_token,
         ),
-        grid={"chunk": n_chunks, "head": heads, "sequence": batch},
+        grid={"chunk": n_chunks, "channels": key_dim // channels, "head": heads * parts, "sequence": batch},
         warpgroups=2,
-        buffers=Tiles(
-            q=tiles(blocks),
-            k=tiles(blocks),
-            norms=vectors(2, blocks),
-            states=tiles(blocks, 4),
-            v_new=tiles(value_blocks),
-            do=tiles(max(value_blocks, blocks)),
-            dv=tiles(max(value_blocks, blocks)),
-            weights=tiles(2),
-            rows=vectors(2, 2),
-            along=vectors(2, blocks),
-            written=vectors(),
-            own=vectors(),
-            flags=vectors(blocks),
-            adjoints=tiles(2),
-            before=vectors() if scalar else None,
-            g=None if scalar else tiles(blocks, dtype=F16),
-            bias=None if scalar or given else vectors(blocks),
-            resets=vectors() if packed else None,
-            sums=None if scalar else tiles(2, dtype=F16),
-        ),
-        barriers=Barriers(
-            keys=plgpu.Barrier(num_arrivals=blocks * (2 + (not given and not scalar)) + scalar + packed),
-            values=plgpu.Barrier(num_arrivals=3 * value_blocks),
-            states=plgpu.Barrier(num_arrivals=2 * blocks * value_blocks),
-            met=plgpu.Barrier(num_arrivals=2),
-            sums=plgpu.Barrier(num_barriers=2),
-            adjoints=plgpu.Barrier(num_barriers=2),
-        ),
+        buffers=_buffers(x, options, blocks, value_blocks),
+        barriers=_barriers(x, options, blocks, value_blocks),
         name="jfla_chunk_gradients",
     )
-    return Gradients(*out)
+    by_parts = lambda x: x.reshape(batch, heads, parts, -1, n_chunks, CHUNK)
+    dg = jnp.sum(by_parts(dg), axis=(2, 3)) if scalar else jnp.sum(dg.reshape(*x.q.shape[:2], heads, parts, -1), axis=3)
+    return Gradients(dq, dk, dg, jnp.sum(by_parts(written)[:, :, :, 0], axis=2))
+
+
+def _with_parts_as_heads(
+    x: KeyArrays, before: jax.Array | None, ends: Ends, parts: int
+) -> tuple[KeyArrays, jax.Array | None, Ends]:
+    """Every part of V is a value head of its own; of the states' copies `Chunk.state_source` takes care."""
+    if parts == 1:
+        return x, before, ends
+    repeat = lambda a, axis: None if a is None else jnp.repeat(a, parts, axis)
+    x = x._replace(rates=repeat(x.rates, 0), bias=repeat(x.bias, 0))
+    batch, time, heads, _ = ends.v_new.shape
+    v_new, do, dv = (a.reshape(batch, time, heads * parts, -1) for a in (ends.v_new, ends.do, ends.dv))
+    return x, repeat(before, 1), ends._replace(v_new=v_new, do=do, dv=dv)
+
+
+def _buffers(x: KeyArrays, options: KeyOptions, blocks: int, value_blocks: int) -> Tiles:
+    tiles = lambda *lead, dtype=BF16: tile_buffer(*lead, CHUNK, BLOCK, dtype=dtype)
+    vectors = lambda *lead: plgpu.SMEM((*lead, BLOCK), F32)
+    scalar, given = x.g is None, options.kind.name == "given"
+    return Tiles(
+        q=tiles(blocks),
+        k=tiles(blocks),
+        norms=vectors(2, blocks),
+        states=tiles(blocks, 4),
+        v_new=tiles(value_blocks),
+        do=tiles(max(value_blocks, blocks)),
+        dv=tiles(max(value_blocks, blocks)),
+        weights=tiles(2),
+        rows=vectors(2, 2),
+        along=vectors(2, blocks),
+        written=vectors(),
+        own=vectors(),
+        flags=vectors(blocks),
+        adjoints=tiles(2),
+        before=vectors() if scalar else None,
+        g=None if scalar else tiles(blocks, dtype=F16),
+        bias=None if scalar or given else vectors(blocks),
+        resets=None if x.resets is None else vectors(),
+        sums=None if scalar else tiles(2, dtype=F16),
+    )
+
+
+def _barriers(x: KeyArrays, options: KeyOptions, blocks: int, value_blocks: int) -> Barriers:
+    scalar, given, packed = x.g is None, options.kind.name == "given", x.resets is not None
+    return Barriers(
+        keys=plgpu.Barrier(num_arrivals=blocks * (2 + (not given and not scalar)) + scalar + packed),
+        values=plgpu.Barrier(num_arrivals=3 * value_blocks),
+        states=plgpu.Barrier(num_arrivals=2 * blocks * value_blocks),
+        met=plgpu.Barrier(num_arrivals=2),
+        sums=plgpu.Barrier(num_barriers=2),
+        adjoints=plgpu.Barrier(num_barriers=2),
+    )
