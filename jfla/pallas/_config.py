@@ -3,19 +3,19 @@
 from jfla.pallas import prepare_gdn
 from jfla.pallas._walk import WalkConfig
 
-SUPPORTED_DIMS = (64, 128)
+SUPPORTED_DIMS = (64, 128, 256)
 MULTIPROCESSORS = 132
 SHORTEST_PART, MOST_PARTS = 16, 16  # chunks; parts of time
 DECODE_TOKENS = 8  # of one call: its programs keep all of them in shared memory
 
 
 def prepare_gdn_config(key_dim: int) -> prepare_gdn.PrepareConfig:
-    return prepare_gdn.PrepareConfig(workers=3, programs=MULTIPROCESSORS)
+    return prepare_gdn.PrepareConfig(workers=3 if key_dim <= 128 else 2, programs=MULTIPROCESSORS)
 
 
 def scan_config(key_dim: int, value_dim: int, sequences: int) -> WalkConfig:
-    """V is split over programs while that gives idle multiprocessors something to do."""
-    split = value_dim > 64 and sequences * 2 <= MULTIPROCESSORS
+    """V is split over programs while that gives idle multiprocessors something to do, and where K leaves no memory."""
+    split = sequences * (value_dim // 64) <= MULTIPROCESSORS or key_dim > 128
     return WalkConfig(v_block=64 if split else min(value_dim, 128), stages=2)
 
 
