@@ -17,7 +17,8 @@ def compiler_partitioned(apply: Apply) -> Apply:
     """`apply`, partitioned by JAX's compiler inside even where mesh axes are explicit (`AxisType.Explicit`).
 
     Rows and heads do not see each other: there is nothing that a caller could say about the layout of what is in
-    between. The output is laid out as v, the final state as the initial one, or along v's rows and heads.
+    between. The output is laid out as v, the final state (every token's, too) as the initial one, or along v's rows and
+    heads.
     """
 
     @functools.wraps(apply)
@@ -29,6 +30,8 @@ def compiler_partitioned(apply: Apply) -> Apply:
         state = P(output[0], *([None] * options.per_segment_state), output[2])
         if inputs.initial_state is not None:
             state = jax.typeof(inputs.initial_state).sharding.spec
+        if options.return_states:
+            state = P(state[0], None, *state[1:])
         layout: Any = (output, state if options.return_final_state else None)
         inside: Any = jax.sharding.auto_axes(lambda inputs: tuple(apply(inputs, options)), out_sharding=layout)
         with jax.sharding.use_abstract_mesh(mesh):

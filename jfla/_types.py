@@ -31,7 +31,8 @@ class DeltaRuleOutput(NamedTuple):
     """What every op returns, a named tuple.
 
     **Fields:** `output` `[B, T, HV, V]` in the dtype of v; `final_state` `[B, HV, K, V]`, or `[B, S, HV, K, V]` with a
-    state per segment, in float32 (float64 when the op computes in it), or None when it was not asked for.
+    state per segment, or `[B, T, HV, K, V]` with `return_states`, in float32 (float64 when the op computes in it), or
+    None when it was not asked for.
 
     >>> import jax, jfla
     >>> x = jax.numpy.ones((1, 3, 2, 4))
@@ -66,6 +67,7 @@ class Options:
     qk_norm: bool
     return_final_state: bool
     num_segments: int | None
+    return_states: bool = False  # the final state is that after every token; only where return_final_state is True
 
     @property
     def per_segment_state(self) -> bool:

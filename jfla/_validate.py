@@ -54,9 +54,7 @@ def validate(
         "beta_max": beta_max, "qk_norm": qk_norm, "scale": scale, "return_final_state": return_final_state,
         "num_segments": num_segments, "implementation": implementation,
     }  # fmt: skip
-    for name, (rule, holds) in _STATIC_RULES.items():
-        if not holds(static[name]):
-            raise ValueError(f"{name} must be {rule}, got {static[name]!r}")
+    _check_static(static)
     _check_gate_type(gate)
 
     needed = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
@@ -95,6 +93,17 @@ def validate(
     return inputs, options
 
 
+def validate_recurrent(op: str, *arrays: Array, return_states: bool, **arguments: Any) -> tuple[Inputs, Options]:
+    """`validate` for the ops that go token by token, which can also return the state after every token."""
+    _check_static({"return_states": return_states})
+    if not return_states:
+        return validate(op, *arrays, **arguments)
+    if arguments["segment_ids"] is not None:
+        raise ValueError("return_states must be False with segment_ids (it takes one sequence per row), got True")
+    inputs, options = validate(op, *arrays, **arguments)
+    return inputs, dataclasses.replace(options, return_final_state=True, return_states=True)
+
+
 def _is_number(x: Any) -> bool:
     return isinstance(x, numbers.Real) and not isinstance(x, bool) and math.isfinite(x)
 
@@ -109,10 +118,18 @@ _STATIC_RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "qk_norm": ("True or False", _is_flag),
     "scale": ("None or a static finite number", lambda x: x is None or _is_number(x)),
     "return_final_state": ("True or False", _is_flag),
+    "return_states": ("True or False", _is_flag),
     "num_segments": ("None or a static int of at least 1",
                      lambda x: x is None or (isinstance(x, (int, np.integer)) and not _is_flag(x) and bool(x >= 1))),
     "implementation": (f"one of {_NAMES}", lambda x: x is None or (isinstance(x, str) and x in _NAMES)),
 }  # fmt: skip
+
+
+def _check_static(static: dict[str, Any]) -> None:
+    for name, x in static.items():
+        rule, holds = _STATIC_RULES[name]
+        if not holds(x):
+            raise ValueError(f"{name} must be {rule}, got {x!r}")
 
 
 def _check_gate_type(gate: Any) -> None:

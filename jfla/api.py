@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from jfla import pallas, reference
 from jfla._types import DeltaRuleOutput, Implementation
-from jfla._validate import validate
+from jfla._validate import validate, validate_recurrent
 from jfla.gates import Gate
 
 _ARGUMENTS = """
@@ -25,7 +25,7 @@ _ARGUMENTS = """
     - `qk_norm`: l2-normalises q and k over K, `x * rsqrt(sum(x^2) + 1e-6)`.
     - `scale`: multiplies q; `K ** -0.5` by default.
     - `initial_state`: `[B, HV, K, V]` float32, or `[B, S, HV, K, V]` with segments; zero by default.
-    - `return_final_state`: whether the state after the last token comes back.
+    - `return_final_state`: whether the state after the last token comes back.{states}
     - `segment_ids`: `[B, T]` integers in 1 .. S, not decreasing along T, 0 for padding at the end: sequences packed one
       behind the other that do not see each other. An id that does not occur is an empty sequence: its final state is
       its initial state.
@@ -41,10 +41,16 @@ _ARGUMENTS = """
     when the implementation asked for by name cannot take the call.
 """
 
+_STATES = """
+    - `return_states`: `final_state` is then the state after every token, `[B, T, HV, K, V]`, whatever
+      `return_final_state` says. `final_state[:, n - 1]` is the state after n tokens: where n of T drafted tokens are
+      accepted, decoding goes on from there. The initial state is not written over. Not with `segment_ids`."""
 
-def _documented(g: str) -> Callable:
+
+def _documented(g: str, states: str = "") -> Callable:
     def fill(function: Callable) -> Callable:
-        text, arguments = inspect.cleandoc(function.__doc__ or ""), inspect.cleandoc(_ARGUMENTS.format(g=g))
+        text = inspect.cleandoc(function.__doc__ or "")
+        arguments = inspect.cleandoc(_ARGUMENTS.format(g=g, states=states))
         function.__doc__ = text.replace("{arguments}", f"\n{arguments}\n")
         return function
 
@@ -131,7 +137,7 @@ def chunk_gdn(
     )  # fmt: skip
 
 
-@_documented("[B, T, HV, K]")
+@_documented("[B, T, HV, K]", _STATES)
 def recurrent_kda(
     q: Float[Array, "B T H K"],
     k: Float[Array, "B T H K"],
@@ -145,6 +151,7 @@ def recurrent_kda(
     scale: float | None = None,
     initial_state: Float[Array, "B *S HV K V"] | None = None,
     return_final_state: bool = False,
+    return_states: bool = False,
     segment_ids: Int[Array, "B T"] | None = None,
     num_segments: int | None = None,
     implementation: Implementation | None = None,
@@ -167,12 +174,12 @@ def recurrent_kda(
     """
     return _run(
         "kda", "recurrent", q, k, v, g, beta, gate=gate, beta_max=beta_max, qk_norm=qk_norm, scale=scale,
-        initial_state=initial_state, return_final_state=return_final_state, segment_ids=segment_ids,
-        num_segments=num_segments, implementation=implementation,
+        initial_state=initial_state, return_final_state=return_final_state, return_states=return_states,
+        segment_ids=segment_ids, num_segments=num_segments, implementation=implementation,
     )  # fmt: skip
 
 
-@_documented("[B, T, HV]")
+@_documented("[B, T, HV]", _STATES)
 def recurrent_gdn(
     q: Float[Array, "B T H K"],
     k: Float[Array, "B T H K"],
@@ -186,6 +193,7 @@ def recurrent_gdn(
     scale: float | None = None,
     initial_state: Float[Array, "B *S HV K V"] | None = None,
     return_final_state: bool = False,
+    return_states: bool = False,
     segment_ids: Int[Array, "B T"] | None = None,
     num_segments: int | None = None,
     implementation: Implementation | None = None,
@@ -200,15 +208,18 @@ def recurrent_gdn(
     Reference: Yang, Kautz, Hatamizadeh, Gated Delta Networks: Improving Mamba2 with Delta Rule (arXiv:2412.06464).
 
     >>> import jax, jfla
-    >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 5, 2, 16))
-    >>> g, beta = -jax.numpy.ones((1, 5, 2)), jax.numpy.ones((1, 5, 2))
-    >>> jfla.recurrent_gdn(q, k, v, g, beta, qk_norm=True).output.shape
-    (1, 5, 2, 16)
+    >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 4, 5, 2, 16))  # 4 sequences, 5 drafted tokens
+    >>> g, beta = -jax.numpy.ones((4, 5, 2)), jax.numpy.ones((4, 5, 2))
+    >>> output, states = jfla.recurrent_gdn(q, k, v, g, beta, qk_norm=True, return_states=True)
+    >>> accepted = jax.numpy.array([5, 1, 3, 2])
+    >>> state = states[jax.numpy.arange(4), accepted - 1]
+    >>> print(output.shape, states.shape, state.shape)
+    (4, 5, 2, 16) (4, 5, 2, 16, 16) (4, 2, 16, 16)
     """
     return _run(
         "gdn", "recurrent", q, k, v, g, beta, gate=gate, beta_max=beta_max, qk_norm=qk_norm, scale=scale,
-        initial_state=initial_state, return_final_state=return_final_state, segment_ids=segment_ids,
-        num_segments=num_segments, implementation=implementation,
+        initial_state=initial_state, return_final_state=return_final_state, return_states=return_states,
+        segment_ids=segment_ids, num_segments=num_segments, implementation=implementation,
     )  # fmt: skip
 
 
@@ -223,7 +234,8 @@ _IMPLEMENTATIONS = {
 def _run(
     op: str, form: str, *arrays: Array, implementation: Implementation | None, **arguments: Any
 ) -> DeltaRuleOutput:
-    inputs, options = validate(op, *arrays, implementation=implementation, **arguments)
+    check = validate if form == "chunk" else validate_recurrent
+    inputs, options = check(op, *arrays, implementation=implementation, **arguments)
     if implementation != "xla":
         reason = pallas.unsupported(form, inputs, options)
         if implementation == "pallas" and reason is not None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import jfla
 
 PADDING = 0
+TOKENS = ("q", "k", "v", "g", "beta")  # one row per token
 
 
 @dataclasses.dataclass(frozen=True)

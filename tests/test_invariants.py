@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import Config, Style, call, compiled, draw, errors, evaluate
+from cases import TOKENS, Config, Style, call, compiled, draw, errors, evaluate
 
 # One compile each: packed on the fixed grid, packed with a state per segment, and one sequence per row.
 FIXED = Config("kda", batch=2, time=130, group=2, gate="softplus", beta_max=1.0, segments=4, dtype="float32")
@@ -15,7 +15,6 @@ WHOLE = Config("kda", batch=2, time=130, state=True, final=True, dtype="float32"
 WHOLE_GDN = dataclasses.replace(WHOLE, op="gdn", group=2)
 ALL = pytest.mark.parametrize("config", [FIXED, ALIGNED, WHOLE, WHOLE_GDN], ids=str)
 FORMS = pytest.mark.parametrize("form", ["chunk", "recurrent"])
-TOKENS = ("q", "k", "v", "g", "beta")
 
 
 def make(config: Config, style: Style = Style()):  # noqa: B008

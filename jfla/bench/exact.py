@@ -2,9 +2,9 @@
 
 The recurrence is slow, and batch rows and heads do not know of each other; so the results of the timed call are
 compared on the first batch row and the first `HEADS` query and key heads with their value heads, over all T. Beyond
-`MAX_TIME` tokens only the output of the first `PREFIX` tokens is compared, which later tokens cannot change; gradients
-and final state are then not checked, and have no error in the record. Packed sequences are run side by side, as a
-batch.
+`MAX_TIME` tokens the recurrence goes through all of them forward, and back through the last `LAST` alone: outputs and
+gradients of those are compared, which depend on every token before them, and the final state. Packed sequences are
+run side by side, as a batch.
 
 An error is `||x - ref|| / ||ref||` of one tensor.
 """
@@ -28,7 +28,8 @@ from jfla.bench.programs import Program, Results
 from jfla.bench.shapes import Case, Op
 
 HEADS = 2
-MAX_TIME, PREFIX = 16384, 4096
+MAX_TIME, LAST = 16384, 4096
+CHECKED = f"{HEADS} heads of the first sequence; beyond T = {MAX_TIME} on the last {LAST} tokens"
 BLOCK = 256  # tokens between the states that the backward of the recurrence keeps
 
 References = dict[str, np.ndarray]
@@ -73,29 +74,30 @@ def _distance(x: np.ndarray, ref: np.ndarray) -> float:
     return float(np.linalg.norm(x.astype(np.float64) - ref) / np.linalg.norm(ref))
 
 
-def part(case: Case, name: str, x: Any) -> Any:
-    """What is compared of an input, result or gradient: tensors of JAX, PyTorch or NumPy."""
+def part(case: Case, name: str, x: Any, whole: bool = False) -> Any:
+    """What is compared of an input, result or gradient, or with `whole` of all T: tensors of JAX, PyTorch or NumPy."""
     heads = min(HEADS, case.shape.heads)
     if name not in ("q", "k", "dq", "dk"):
         heads *= case.shape.value_heads // case.shape.heads
     if name in ("initial_state", "final_state"):
         return x[:1, :heads]
-    return x[:1, : PREFIX if _prefix_only(case) else case.shape.time, :heads]
+    return x[:1, 0 if whole else _before(case) :, :heads]
 
 
-def _prefix_only(case: Case) -> bool:
-    return case.shape.time > MAX_TIME
+def _before(case: Case) -> int:
+    """Tokens that are run, but not compared."""
+    long = case.shape.time > MAX_TIME and case.shape.packing is None
+    return case.shape.time - LAST if long else 0
 
 
 def _started(case: Case, arrays: Arrays) -> Callable[[], References]:
     """What is left to do for the float64 results of a case, after tracing."""
     lengths = None
     if "cu_seqlens" in arrays:
-        ends = np.minimum(np.asarray(arrays["cu_seqlens"]), PREFIX) if _prefix_only(case) else arrays["cu_seqlens"]
-        lengths = tuple(int(length) for length in np.diff(ends) if length)
+        lengths = tuple(int(length) for length in np.diff(arrays["cu_seqlens"]))
     cut = {name: x for name, x in arrays.items() if name not in ("cu_seqlens", "segment_ids")}
-    cut = jax.jit(lambda x: {name: part(case, name, a) for name, a in x.items()})(cut)
-    compile_ = _compiler(case.op, _prefix_only(case), lengths, _described(cut))
+    cut = jax.jit(lambda x: {name: part(case, name, a, whole=True) for name, a in x.items()})(cut)
+    compile_ = _compiler(case.op, _before(case), lengths, _described(cut))
 
     def finish() -> References:
         with jax.enable_x64(True):
@@ -109,34 +111,37 @@ def _described(arrays: Arrays) -> tuple[tuple[str, jax.ShapeDtypeStruct], ...]:
 
 
 @functools.cache
-def _compiler(op: Op, prefix_only: bool, lengths: tuple[int, ...] | None, arrays: tuple) -> Callable[[], Callable]:
+def _compiler(op: Op, before: int, lengths: tuple[int, ...] | None, arrays: tuple) -> Callable[[], Callable]:
     """Traces now; what it returns compiles, once."""
     with jax.enable_x64(True):
-        run = functools.partial(_run, op, prefix_only, lengths)
+        run = functools.partial(_run, op, before, lengths)
         return functools.cache(jax.jit(run).lower(dict(arrays)).compile)
 
 
-def _run(op: Op, prefix_only: bool, lengths: tuple[int, ...] | None, rounded: Arrays) -> Arrays:
-    """Output, final state (but for packed sequences) and, where there is a cotangent, the gradients."""
+def _run(op: Op, before: int, lengths: tuple[int, ...] | None, rounded: Arrays) -> Arrays:
+    """Output, final state (but for packed sequences) and, where there is a cotangent, the gradients: those behind the
+    first `before` tokens, which are run for the state that they leave."""
     arrays = {name: x.astype(jnp.float64) for name, x in rounded.items()}
     if lengths is not None:
         arrays = {name: _side_by_side(x, lengths) for name, x in arrays.items()}
-    initial = arrays.get("initial_state")
+    recurrent = getattr(reference, f"recurrent_{op}")
+    main, initial, cotangent = [arrays[name] for name in MAIN], arrays.get("initial_state"), arrays.get("do")
+    if before:
+        initial = _in_blocks(recurrent, initial, *(x[:, :before] for x in main))[1]
+        main = [x[:, before:] for x in main]
+        cotangent = None if cotangent is None else cotangent[:, before:]
 
-    def forward(*main: Array) -> tuple[Array, Array]:
-        return _in_blocks(functools.partial(getattr(reference, f"recurrent_{op}"), initial_state=initial), *main)
-
-    main = [arrays[name] for name in MAIN]
-    if prefix_only or "do" not in arrays:
+    forward = functools.partial(_in_blocks, recurrent, initial)
+    if cotangent is None:
         output, final = forward(*main)
         gradients: tuple = ()
     else:
         output, adjoint, final = jax.vjp(forward, *main, has_aux=True)
-        gradients = adjoint(arrays["do"])
+        gradients = adjoint(cotangent)
     found = {"output": output} | {f"d{name}": x for name, x in zip(MAIN, gradients)}
     if lengths is not None:
         return {name: _end_to_end(x, lengths) for name, x in found.items()}
-    return found if prefix_only else found | {"final_state": final}
+    return found | {"final_state": final}
 
 
 def _side_by_side(x: Array, lengths: tuple[int, ...]) -> Array:
@@ -157,13 +162,12 @@ def _end_to_end(x: Array, lengths: tuple[int, ...]) -> Array:
     return x[sequence, offset][None]
 
 
-def _in_blocks(recurrent: functools.partial, *main: Array) -> tuple[Array, Array]:
+def _in_blocks(recurrent: Callable[..., Any], initial: Array | None, *main: Array) -> tuple[Array, Array]:
     """The recurrence with its states kept for the backward only once in a block, recomputed inside."""
     q, _, v = main[:3]
     batch, time = q.shape[:2]
     block = math.gcd(time, BLOCK)
     cut = lambda x: jnp.moveaxis(x.reshape(batch, time // block, block, *x.shape[2:]), 1, 0)
-    initial = recurrent.keywords["initial_state"]
     if initial is None:
         initial = jnp.zeros((batch, v.shape[2], q.shape[-1], v.shape[-1]), q.dtype)
 

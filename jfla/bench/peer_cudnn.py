@@ -18,7 +18,8 @@ def build(case: Case) -> Program:
         raise Refused(f"it has no {case.timed}")
     if case.shape.dim != 128 or case.shape.heads != case.shape.value_heads:
         raise Refused("its Hopper kernels take K = V = 128 and as many value heads as heads")
-    return TorchProgram(_both if case.timed == "forward+backward" else _forward, _with_lengths_and_state)
+    function = _both if case.timed == "forward+backward" else _forward
+    return TorchProgram(function, _with_lengths_and_state, _keys_before_values)
 
 
 def _with_lengths_and_state(x: dict[str, Any]) -> dict[str, Any]:
@@ -32,6 +33,11 @@ def _with_lengths_and_state(x: dict[str, Any]) -> dict[str, Any]:
         size = cuda_bwd_host.workspace_bytes(batch * time, heads, sequences)
         x = x | {"workspace": torch.empty(size, device="cuda", dtype=torch.uint8)}
     return x
+
+
+def _keys_before_values(results: Results) -> Results:
+    """Its states are [N, H, V, K]."""
+    return results | {name: x.mT for name, x in results.items() if name == "final_state"}
 
 
 def _sizes(x: dict[str, Any]) -> tuple[int, int, int]:

@@ -1,6 +1,8 @@
 """Peer: Flash Linear Attention's Triton ops in PyTorch, without the libraries that it would hand calls on to.
 
-`safe_gate` (KDA) allows its faster form for decays of at least -5 per token, which all gates of the bench have.
+Its TileLang kernels are off for KDA. For GDN they stay where it takes them by default: on Hopper its Triton kernel of
+the backward refuses Triton 3.4 to 3.7. `safe_gate` (KDA) allows its faster form for decays of at least -5 per token,
+which all gates of the bench have.
 """
 
 import os
@@ -25,7 +27,9 @@ def build(case: Case) -> Program:
     """The program of a case."""
     if case.timed == "scan+output":
         raise Refused("its stages are timed as fla_kernels")
+    os.environ.pop("FLA_TILELANG", None)  # read at every call
     if case.op == "kda":
+        os.environ["FLA_TILELANG"] = "0"
         op = fused_recurrent_kda if case.timed == "decode" else chunk_kda
         return torch_program(op, case, {} if case.timed == "decode" else {"safe_gate": True})
     return torch_program(fused_recurrent_gated_delta_rule if case.timed == "decode" else chunk_gated_delta_rule, case)

@@ -132,7 +132,11 @@ class DecodeProgram(JaxProgram):
 
 
 class TorchProgram:
-    """A PyTorch function of a dictionary of tensors that share the memory of JAX's arrays."""
+    """A PyTorch function of a dictionary of tensors that share the memory of JAX's arrays. `arrange` and `restore` are
+    those of `JaxProgram`.
+
+    `compile_seconds`: a library that keeps its kernels on disk has a short first call where they are there already.
+    """
 
     compile_seconds = 0.0
     peak_bytes: int | None = None
@@ -141,8 +145,10 @@ class TorchProgram:
         self,
         function: Callable[[dict[str, Any]], Results],
         arrange: Callable[[dict[str, Any]], dict[str, Any]] = same,
+        restore: Callable[[Results], Results] = same,
     ) -> None:
-        self._torch, self._function, self._arrange = importlib.import_module("torch"), function, arrange
+        self._torch, self._function = importlib.import_module("torch"), function
+        self._arrange, self._restore = arrange, restore
 
     def load(self, arrays: Arrays) -> dict[str, Any]:
         return self._arrange({name: self._torch.from_dlpack(x) for name, x in arrays.items()})
@@ -167,7 +173,8 @@ class TorchProgram:
         self._torch.cuda.synchronize()
 
     def compared(self, results: Results, names: tuple[str, ...], part: Part) -> dict[str, np.ndarray]:
-        return {name: part(name, results[name]).detach().float().cpu().numpy() for name in names}
+        restored = self._restore(results)
+        return {name: part(name, restored[name]).detach().float().cpu().numpy() for name in names}
 
     def release(self) -> None:
         self._torch.cuda.empty_cache()

@@ -3,6 +3,7 @@
 import importlib
 import importlib.metadata
 import importlib.util
+import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -78,10 +79,14 @@ def _no_stages(case: Case) -> None:
 
 def _peer(module: str) -> Callable[[Case], Program]:
     def build(case: Case) -> Program:
+        cache = os.environ.get("TRITON_CACHE_DIR")
         try:
             found = importlib.import_module(f"jfla.bench.{module}")
         except ImportError as missing:
             raise Refused(f"cannot be imported: {missing}") from missing
+        finally:  # jax-triton empties it, and the peers after it would find no folder for their kernels
+            os.environ.pop("TRITON_CACHE_DIR", None)
+            os.environ |= {} if cache is None else {"TRITON_CACHE_DIR": cache}
         return found.build(case)
 
     return build
@@ -117,6 +122,11 @@ def unavailable(name: str) -> str | None:
     if not provider.ours and jax.default_backend() != "gpu":
         return "needs an NVIDIA GPU"
     return None
+
+
+def settings() -> dict[str, str]:
+    """What the environment says that can matter to a result."""
+    return {name: os.environ[name] for name in ("FLA_CACHE_MODE", "XLA_FLAGS") if name in os.environ}
 
 
 def versions() -> dict[str, str]:

@@ -5,13 +5,13 @@ import hashlib
 import pathlib
 from collections.abc import Callable
 
-from jfla.bench.exact import HEADS, MAX_TIME, PREFIX
 from jfla.bench.report import number, percent, refusals
 from jfla.bench.results import FOLDER, Results, Row, newest, read
 from jfla.bench.shapes import OPS, SETS
 
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 README = FOLDER.parents[2] / "README.md"
+MAIN_SET, FOLDED_SETS = "paper", ("packed", "fla", "fla823")  # a shape of the first is not shown again below
 NOTHING = "There are no results of a GPU in this repository yet."
 
 
@@ -27,9 +27,26 @@ def block(results: pathlib.Path | None, root: pathlib.Path = README.parent) -> s
     for gate in dict.fromkeys(row.gate for row in record.rows):
         for op in OPS:
             rows = [row for row in record.rows if (row.op, row.gate) == (op, gate)]
-            for heading, table in (("", _training(rows)), (": one token, and stages alone", _others(rows))):
+            main = _training(rows, _names(MAIN_SET))
+            for heading, table in (("", main), (": one token, and stages alone", _others(rows))):
                 parts += [f"**{op.upper()}**, {gate} gates{heading}\n\n{table}"] if table else []
-    return "\n\n".join(parts)
+    return "\n\n".join(parts + [text for name in FOLDED_SETS for text in _folded(record.rows, name)])
+
+
+def _folded(rows: list[Row], name: str) -> list[str]:
+    """A further set of shapes, folded away, if it was measured."""
+    shapes, tables = [shape for shape in _names(name) if shape not in _names(MAIN_SET)], []
+    for gate in dict.fromkeys(row.gate for row in rows):
+        for op in OPS:
+            table = _training([row for row in rows if (row.op, row.gate) == (op, gate)], shapes)
+            tables += [f"**{op.upper()}**, {gate} gates\n\n{table}"] if table else []
+    inside = "\n\n".join(tables)
+    summary = f'The set "{name}": <code>jfla bench --set {name}</code>'
+    return [f"<details><summary>{summary}</summary>\n\n{inside}\n\n</details>"] if tables else []
+
+
+def _names(name: str) -> list[str]:
+    return [str(shape) for shape in SETS[name]]
 
 
 def write(
@@ -38,7 +55,7 @@ def write(
     """Writes the block into a README, and the plot beside the results with `draw(results, path, digest)`."""
     readme.write_text(_replaced(readme.read_text(), block(results, readme.parent)))
     if results is not None:
-        record, shapes = read(results), [str(shape) for shape in SETS["paper"]]
+        record, shapes = read(results), _names(MAIN_SET)
         shown = dataclasses.replace(record, rows=[row for row in record.rows if row.shape in shapes])
         draw(shown, _plot(results), digest(results))
 
@@ -75,22 +92,21 @@ def _replaced(text: str, new: str) -> str:
 
 
 def _caption(results: Results, link: str) -> str:
-    packages = ", ".join(f"{name} {version}" for name, version in results.versions.items())
+    packages = ", ".join(f"{name} {version}" for name, version in (results.versions | results.settings).items())
     c = results.ceilings
     return (
         f"One {results.device}, {results.date}, commit {results.commit}; {packages}. bfloat16. Medians in ms; "
         '"backward" is forward and backward minus forward. "copy" and "matmul" say how near the forward comes to this '
         f"GPU's copy ({c.copy_tb_per_s:.2f} TB/s) and matrix product ({c.matmul_tflop_per_s:.0f} TFLOP/s), measured in "
         "the same run, for the bytes and operations in [cost.py](jfla/bench/cost.py). Errors are those of the timed "
-        f"calls against the float64 recurrence, on {HEADS} heads of the first sequence; beyond T = {MAX_TIME} on the "
-        f"output of the first {PREFIX} tokens. All rows, with spread, memory and compile times: [{link}]({link})."
+        f"calls against the float64 recurrence, on {results.checked}. "
+        f"All rows, with spread, memory and compile times: [{link}]({link})."
     )
 
 
-def _training(rows: list[Row]) -> str:
+def _training(rows: list[Row], shapes: list[str]) -> str:
     """Forward and backward, by shape and implementation."""
     found = {(row.shape, row.implementation, row.timed): row for row in rows}
-    shapes = [str(shape) for shape in SETS["paper"]]
     shown = [row for row in rows if row.shape in shapes and row.timed in ("forward", "backward", "forward+backward")]
     names = dict.fromkeys(row.implementation for row in shown if row.timed == "forward" and row.ms is not None)
     body = []
@@ -110,7 +126,7 @@ def _training(rows: list[Row]) -> str:
 
 def _others(rows: list[Row]) -> str:
     """Decode, and the states and output alone."""
-    shapes = [str(shape) for shape in SETS["paper"]]
+    shapes = _names(MAIN_SET)
     body = [
         (row.timed, row.shape, row.implementation, _time(row), percent(row.copy_fraction),
          percent(row.matmul_fraction), _error(row.errors.get("output")))

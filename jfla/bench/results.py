@@ -13,8 +13,9 @@ import jax
 import jfla
 from jfla.bench.ceilings import Ceilings
 from jfla.bench.cost import cost
+from jfla.bench.exact import CHECKED
 from jfla.bench.measure import Timing
-from jfla.bench.providers import versions
+from jfla.bench.providers import settings, versions
 from jfla.bench.shapes import Case
 
 SCHEMA = 1
@@ -75,6 +76,8 @@ class Results:
     versions: dict[str, str]
     ceilings: Ceilings
     rows: list[Row]
+    settings: dict[str, str] = dataclasses.field(default_factory=dict)
+    checked: str = ""  # of what the errors are
     schema: int = SCHEMA
 
     def add(self, row: Row) -> None:
@@ -108,16 +111,46 @@ def started(ceilings: Ceilings, commit: str | None, path: pathlib.Path | None) -
     new = Results(
         device=device_name(device), platform=device.platform, date=datetime.date.today().isoformat(),
         commit=commit or current_commit(), versions={"python": platform.python_version()} | versions(),
-        ceilings=ceilings, rows=[],
+        ceilings=ceilings, rows=[], settings=settings(), checked=CHECKED,
     )  # fmt: skip
     if path is None or not path.exists():
         return new
     old = read(path)
-    for name in ("device", "commit", "versions"):
+    for name in ("device", "commit", "versions", "settings"):
         if getattr(old, name) != getattr(new, name):
             raise ValueError(f"{path} holds rows of another {name}: {getattr(old, name)}, now {getattr(new, name)}")
     new.rows = old.rows
     return new
+
+
+def merged(paths: list[pathlib.Path]) -> Results:
+    """One record of several, which runs of one device, date and commit wrote: all rows; of those with the same key the
+    last one that has a time, or else the last.
+
+    Each run may have had packages of its own, so versions and settings are put together. The ceilings are the best of
+    all runs, and the fractions are made anew of them. Raises `ValueError` where the records do not belong together.
+    """
+    records = [read(path) for path in paths]
+    first = records[0]
+    for path, record in zip(paths, records):
+        for name in ("device", "platform", "date", "commit", "checked"):
+            if getattr(record, name) != getattr(first, name):
+                raise ValueError(f"{path} has another {name} than {paths[0]}: {getattr(record, name)}")
+        for name in ("versions", "settings"):
+            ours, theirs = getattr(first, name), getattr(record, name)
+            if unlike := [key for key in ours.keys() & theirs.keys() if ours[key] != theirs[key]]:
+                raise ValueError(f"{path} has another {unlike[0]}: {theirs[unlike[0]]}, not {ours[unlike[0]]}")
+            ours |= theirs
+    first.ceilings = Ceilings(*map(max, *(record.ceilings for record in records))) if records[1:] else first.ceilings
+    rows = first.rows + [row for record in records[1:] for row in record.rows]
+    timed = {row.key for row in rows if row.ms is not None}
+    first.rows = []
+    for row in rows:
+        if row.ms is None and row.key in timed:
+            continue
+        _relate(row, first.ceilings)
+        first.add(row)
+    return first
 
 
 def timed_row(case: Case, implementation: str, time: Timing, ceilings: Ceilings) -> Row:
@@ -126,9 +159,15 @@ def timed_row(case: Case, implementation: str, time: Timing, ceilings: Ceilings)
     row = Row(case.op, case.timed, str(case.shape), case.gate, implementation)
     row.ms, row.low_ms, row.high_ms, row.wall_ms, row.method, row.repeats = time
     row.tb_per_s, row.tflop_per_s = bytes_ / time.ms * 1e-9, flops / time.ms * 1e-9
-    row.copy_fraction = row.tb_per_s / ceilings.copy_tb_per_s
-    row.matmul_fraction = row.tflop_per_s / ceilings.matmul_tflop_per_s
+    _relate(row, ceilings)
     return row
+
+
+def _relate(row: Row, ceilings: Ceilings) -> None:
+    """Sets a row's fractions of the ceilings, if it has speeds."""
+    if row.tb_per_s is not None and row.tflop_per_s is not None:
+        row.copy_fraction = row.tb_per_s / ceilings.copy_tb_per_s
+        row.matmul_fraction = row.tflop_per_s / ceilings.matmul_tflop_per_s
 
 
 def backward_row(case: Case, forward: Row, both: Row, ceilings: Ceilings) -> Row:

@@ -24,8 +24,9 @@ Notify = Callable[[int, int, str], None]  # done, total, what comes next
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What to measure. An empty tuple is the default: every op and pass, strong gates, every implementation that can
-    run here, the set "paper" on a GPU and "quick" elsewhere, and all shapes of the sets."""
+    """What to measure. An empty tuple is the default: every op and pass, strong gates, the sets "paper" and "decode" on
+    a GPU and "quick" elsewhere, all shapes of the sets, and every implementation that can run here; on a GPU that runs
+    the kernels without "xla" and "scan", which take minutes there."""
 
     sets: tuple[str, ...] = ()
     ops: tuple[str, ...] = ()
@@ -51,13 +52,19 @@ class Plan:
                 raise ValueError(f"implementation {name} cannot run here: {reason}")
         return dataclasses.replace(
             self,
-            sets=self.sets or ("paper" if gpu else "quick",),
+            sets=self.sets or (("paper", "decode") if gpu else ("quick",)),
             ops=self.ops or OPS,
             passes=self.passes or (PASSES if gpu else PASSES[:4]),  # the stages are kernels
             gates=self.gates or ("strong",),
-            implementations=self.implementations or tuple(name for name in PROVIDERS if not unavailable(name)),
+            implementations=self.implementations or _default_implementations(),
             repeats=self.repeats or (7 if gpu else 3),
         )
+
+
+def _default_implementations() -> tuple[str, ...]:
+    hopper = str(getattr(jax.devices()[0], "compute_capability", None)) == "9.0"
+    slow = ("xla", "scan") if hopper else ()
+    return tuple(name for name in PROVIDERS if name not in slow and not unavailable(name))
 
 
 def share_memory() -> None:
@@ -84,6 +91,14 @@ def run(plan: Plan, notify: Notify) -> Results:
             record.add(row)
         if plan.json is not None:
             record.write(plan.json)
+    return record
+
+
+def merge(paths: list[pathlib.Path], json: pathlib.Path | None) -> Results:
+    """Puts the files of several runs of one device, date and commit together, and writes them to `json`."""
+    record = results.merged(paths)
+    if json is not None:
+        record.write(json)
     return record
 
 

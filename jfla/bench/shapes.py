@@ -81,7 +81,7 @@ SETS: dict[str, tuple[Shape, ...]] = {
 
 
 def chosen(sets: list[str], names: list[str]) -> list[Shape]:
-    """The shapes of some sets, each once; those with the names that are given, or all.
+    """The shapes of some sets, each once; those with the names that are given, in that order, or all.
 
     Raises `ValueError` for a name that none of them has.
     """
@@ -89,7 +89,7 @@ def chosen(sets: list[str], names: list[str]) -> list[Shape]:
     for name in names:
         if name not in shapes:
             raise ValueError(f"shapes must be among {', '.join(shapes)}, got {name!r}")
-    return [shape for name, shape in shapes.items() if not names or name in names]
+    return [shapes[name] for name in dict.fromkeys(names or shapes)]
 
 
 def cases(shapes: list[Shape], ops: list[Op], passes: list[Pass], gates: list[Gate]) -> list[Case]:

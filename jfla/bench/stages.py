@@ -17,6 +17,7 @@ from jfla.bench.shapes import Case
 from jfla.gradients import operands
 from jfla.pallas import _config, delta_rule
 from jfla.pallas._arrays import kernel_arrays
+from jfla.pallas._jobs import run as run_job
 from jfla.pallas.scan import output_scan
 from jfla.prepare import prepare_chunks
 from jfla.reference import chunked
@@ -45,13 +46,14 @@ def ours(case: Case) -> Program:
         if reason := pallas.unsupported("chunk", inputs, options):
             raise Refused(reason)
         x = kernel_arrays(inputs, options)
-        carried, pairs = delta_rule.prepare(x, inputs, options)[:2]
+        carried, pairs, _ = run_job(delta_rule.prepare(x, inputs, options))
         return carried, pairs, x.v, x.initial
 
     def run(x: tuple) -> Results:
         carried, pairs, v, initial = x
         batch, heads, _, value_dim, key_dim = initial.shape
-        output, final = output_scan(carried, pairs, v, initial, _config.scan_config(key_dim, value_dim, batch * heads))
+        config = _config.scan_config(key_dim, value_dim, batch * heads)
+        output, final = run_job(output_scan(carried, pairs, v, initial, config))
         return {"output": output, "final_state": final}
 
     def restore(results: Results) -> Results:

@@ -75,7 +75,7 @@ def demo(
 @app.command()
 def bench(
     sets: Annotated[
-        list[str] | None, typer.Option("--set", help="paper on a GPU, quick elsewhere; or fla, ...")
+        list[str] | None, typer.Option("--set", help="paper and decode on a GPU, else quick; or fla, ...")
     ] = None,
     shapes: Annotated[
         list[str] | None, typer.Option("--shape", help="Of the sets, by name: B1 T8192 H32 D128; all.")
@@ -84,7 +84,8 @@ def bench(
     passes: Annotated[list[str] | None, typer.Option("--pass", help="forward, backward, decode, ...; all.")] = None,
     gates: Annotated[list[str] | None, typer.Option("--gate", help="strong, weak, mixed; strong.")] = None,
     implementations: Annotated[
-        list[str] | None, typer.Option("--implementation", help="pallas, xla, scan, fla, ...; all that can run here.")
+        list[str] | None,
+        typer.Option("--implementation", help="pallas, xla, fla, ...; all that can run and are fast here."),
     ] = None,
     json: Annotated[pathlib.Path | None, typer.Option(help="Rows are added to this file as they come.")] = None,
     repeats: Annotated[int, typer.Option(min=0, help="Samples of each time; 0: 7 on a GPU, 3 elsewhere.")] = 0,
@@ -103,5 +104,19 @@ def bench(
             chosen = (tuple(values or ()) for values in (sets, ops, passes, gates, implementations))
             plan = command.Plan(*chosen, json=json, repeats=repeats, seconds=seconds, shapes=tuple(shapes or ()))
             command.measure(plan, plot, console)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+@app.command()
+def bench_merge(
+    files: Annotated[list[pathlib.Path], typer.Argument(exists=True, help="What runs of jfla bench --json wrote.")],
+    out: Annotated[pathlib.Path, typer.Option(help="The file to write.")],
+) -> None:
+    """Put the results of several runs of one device, date and commit into one file, without losing rows."""
+    from jfla.bench import report, runner
+
+    try:
+        report.show(runner.merge(files, out))
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None

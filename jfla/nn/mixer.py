@@ -81,7 +81,8 @@ _OPTIONS = """
     - With a cache, a row's first token continues the sequence that the cache holds, whatever its id; where the id
       changes inside the row a new sequence begins, and the cache that comes back holds the row's last sequence, after
       its last real token. So prompts of different lengths are padded at the end with id 0, and the step after goes on
-      from each row's own last token.
+      from each row's own last token. A call leaves the cache that it is given as it was: to drop drafted tokens, call
+      again with that cache and id 0 behind the accepted ones.
 
     **Raises:** `ValueError` for sizes that do not fit.
 

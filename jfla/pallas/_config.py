@@ -9,14 +9,43 @@ SHORTEST_PART, MOST_PARTS = 16, 16  # chunks; parts of time
 DECODE_TOKENS = 8  # of one call: its programs keep all of them in shared memory
 
 
-def prepare_gdn_config(key_dim: int) -> prepare_gdn.PrepareConfig:
-    return prepare_gdn.PrepareConfig(workers=3 if key_dim <= 128 else 2, programs=MULTIPROCESSORS)
+def prepare_gdn_config(key_dim: int, programs: int) -> prepare_gdn.PrepareConfig:
+    return prepare_gdn.PrepareConfig(workers=3 if key_dim <= 128 else 2, programs=programs)
+
+
+def v_blocks(key_dim: int, value_dim: int) -> tuple[int, int]:
+    """The fewest and the most columns of V that one program walks: with K = 256, 64 fill its memory."""
+    return 64, 64 if key_dim > 128 else min(value_dim, 128)
 
 
 def scan_config(key_dim: int, value_dim: int, sequences: int) -> WalkConfig:
-    """V is split over programs while that gives idle multiprocessors something to do, and where K leaves no memory."""
-    split = sequences * (value_dim // 64) <= MULTIPROCESSORS or key_dim > 128
-    return WalkConfig(v_block=64 if split else min(value_dim, 128), stages=2)
+    """V is split over programs while that gives idle multiprocessors something to do."""
+    split = sequences * (value_dim // 64) <= MULTIPROCESSORS
+    return WalkConfig(v_blocks(key_dim, value_dim)[0 if split else 1])
+
+
+# Microseconds, measured: of one multiprocessor for preparing a chunk, alone or beside a scan; of a scan for a chunk.
+_PREPARE_US = {"kda": (5.6, 7.2), "gdn": (3.5, 3.2)}
+_SCAN_US = {64: 1.25, 128: 1.7}
+
+
+def beside_config(op: str, key_dim: int, value_dim: int, sequences: int, n_chunks: int) -> tuple[WalkConfig, int]:
+    """How the forward scans, and how many programs prepare beside the scan; 0: all is prepared before.
+
+    Beside pays while the scan leaves many multiprocessors idle, unless time is split into parts or all chunks are
+    prepared in one go anyway.
+    """
+    config, total = scan_config(key_dim, value_dim, sequences), sequences * n_chunks
+    if scan_parts(key_dim, value_dim, sequences, n_chunks) > 1 or total <= MULTIPROCESSORS:
+        return config, 0
+    alone_us, beside_us = _PREPARE_US[op]
+    choices = [(total * alone_us / MULTIPROCESSORS + n_chunks * _SCAN_US[config.v_block], config, 0)]
+    for v_block in set(v_blocks(key_dim, value_dim)):
+        spare = MULTIPROCESSORS - sequences * (value_dim // v_block)
+        if spare > 0:
+            longest = max(total * beside_us / spare, n_chunks * _SCAN_US[v_block])
+            choices.append((longest, WalkConfig(v_block), spare))
+    return min(choices)[1:]
 
 
 def decode_v_block(value_dim: int, states: int) -> int:

@@ -46,29 +46,24 @@ def launch(
     out_type: Any,
     grid: dict[str, int],
     warpgroups: int,
-    buffers: tuple[Any, ...],
-    barriers: tuple[Any, ...],
+    buffers: tuple[Any, ...] = (),
+    barriers: tuple[Any, ...] = (),
     name: str,
     auto_barriers: bool = True,
+    detect_races: bool = True,
 ) -> Any:
     """Runs `kernel(*argument_refs, *output_refs, (buffers, *barriers))` on every point of `grid`, axis by axis name.
 
     A buffer may be None: the kernel then gets None in its place. An argument may be a mutable array (`jax.Ref`), which
     the kernel may write. The warpgroup's number is the axis "wg". Without `auto_barriers` the threads of a warpgroup
-    wait for each other only where the kernel says so.
+    wait for each other only where the kernel says so. `detect_races`: in interpret mode, which then knows nothing of
+    programs that wait for each other.
     """
-    used = [i for i, buffer in enumerate(buffers) if buffer is not None]
 
     def entry(*refs: Any) -> None:
-        def scoped(present: tuple[Any, ...], *rest: Any) -> None:
-            everything = [None] * len(buffers)
-            for i, ref in zip(used, present):
-                everything[i] = ref
-            kernel(*refs, (everything, *rest))
+        scoped(lambda scratch: kernel(*refs, scratch), buffers, barriers)
 
-        pl.run_scoped(scoped, tuple(buffers[i] for i in used), *barriers, collective_axes="wg")
-
-    extra: dict[str, Any] = {"interpret": plgpu.InterpretGPUParams(detect_races=True)} if interpreting() else {}
+    extra: dict[str, Any] = {"interpret": plgpu.InterpretGPUParams(detect_races=detect_races)} if interpreting() else {}
     run = plgpu.kernel(
         entry,
         out_type=out_type,
@@ -81,3 +76,16 @@ def launch(
         **extra,
     )
     return jax.custom_batching.sequential_vmap(run)(*arguments)  # a kernel has no batching rule
+
+
+def scoped(body: Callable[[tuple[Any, ...]], None], buffers: tuple[Any, ...], barriers: tuple[Any, ...]) -> None:
+    """Inside a kernel: runs `body((buffers, *barriers))` with shared memory for as long as it runs."""
+    used = [i for i, buffer in enumerate(buffers) if buffer is not None]
+
+    def with_all(present: tuple[Any, ...], *rest: Any) -> None:
+        everything = [None] * len(buffers)
+        for i, ref in zip(used, present):
+            everything[i] = ref
+        body((everything, *rest))
+
+    pl.run_scoped(with_all, tuple(buffers[i] for i in used), *barriers, collective_axes="wg")

@@ -15,6 +15,7 @@ from jfla.pallas._launch import interpreting
 
 F32, BF16, F16 = jnp.float32, jnp.bfloat16, jnp.float16
 WGMMA = plgpu.Layout.WGMMA
+SHARED_MEMORY = 226 * 1024  # bytes of a program's tiles, beside barriers and the like: 227 KiB in all
 ROWS, COLS = WGMMA.reduce(1), WGMMA.reduce(0)  # one value per row; one value per column
 
 

@@ -6,6 +6,7 @@ to K = 128): it never leaves the registers, and everything else is transposed wi
 copies, chunks ahead. Walks that do not depend on each other share one grid: alone, one seldom fills the GPU.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,18 +17,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfla._types import CHUNK
-from jfla.pallas._launch import launch
+from jfla.pallas._jobs import Handover, Job, Promise
 from jfla.pallas._operands import BLOCK, Decays, Operands, Place, decay_buffer
-from jfla.pallas._tile import F32, WGMMA, tile_buffer, transposed
+from jfla.pallas._tile import F32, SHARED_MEMORY, WGMMA, tile_buffer, transposed
 
 MOST_IN_REGISTERS = 128  # the K up to which the state fits there twice, in float32 and as left operand
 
 
 class WalkConfig(NamedTuple):
-    """v_block: columns of V per program, 64 for each compute warpgroup. stages: chunks in flight."""
+    """v_block: columns of V per program, 64 for each compute warpgroup. stages: chunks in flight, at most."""
 
     v_block: int = 128
-    stages: int = 2
+    stages: int = 3
 
 
 class Tiles(NamedTuple):
@@ -87,11 +88,23 @@ def arrays(
     return Arrays(op.k_in, op.decay, op.q_in if queries else None, k_out, a_qk, inverse, values, initial, zero)
 
 
+class Spot(NamedTuple):
+    """Which walk a program goes, and where."""
+
+    column: Any  # block of V
+    part: Any  # of time
+    walk: Any
+    head: Any
+    sequence: Any
+
+
 class Program(NamedTuple):
     """One program at work: references in device memory, and in shared memory with a leading axis of stages."""
 
     walk: Walk
     config: WalkConfig
+    spot: Spot
+    handover: Handover
     here: Arrays  # in device memory
     emits: list[Any]
     last: Any
@@ -114,17 +127,15 @@ class Program(NamedTuple):
         """(first, number) of the chunks in this program's part of time."""
         parts, n_chunks = self.walk.arrays.initial.shape[2], self.walk.arrays.values.shape[1] // CHUNK
         per_part = -(-n_chunks // parts)
-        first = lax.axis_index("part") * per_part
+        first = self.spot.part * per_part
         return first, jnp.minimum(per_part, n_chunks - first)
 
     def place(self, i: Any) -> Place:
         first, length = self.chunks
-        return Place(
-            lax.axis_index("sequence"), lax.axis_index("head"), first + (length - 1 - i if self.walk.reverse else i)
-        )
+        return Place(self.spot.sequence, self.spot.head, first + (length - 1 - i if self.walk.reverse else i))
 
     def columns(self, worker: Any) -> Any:
-        return pl.ds(lax.axis_index("column") * self.config.v_block + worker * BLOCK, BLOCK)
+        return pl.ds(self.spot.column * self.config.v_block + worker * BLOCK, BLOCK)
 
     def slot(self, i: Any) -> Any:
         return lax.rem(i, jnp.int32(self.config.stages))
@@ -141,7 +152,7 @@ class Program(NamedTuple):
         """What a compute warpgroup does."""
         plgpu.set_max_registers(232 if self.state is None else 248, action="increase")
         place = self.place(0)
-        at = (place.batch, place.head, lax.axis_index("part"), self.columns(worker))
+        at = (place.batch, place.head, self.spot.part, self.columns(worker))
         state = plgpu.load(self.here.initial.at[at], layout=WGMMA, optimized=False)
 
         def step(i: Any, carry: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
@@ -193,10 +204,15 @@ class Program(NamedTuple):
         plgpu.set_max_registers(40 if self.state is None else 80, action="decrease")
         length, stages = self.chunks[1], self.config.stages
         for i in range(stages):
-            pl.when(i < length)(lambda i=i: self.issue(i, i))
+
+            @pl.when(i < length)
+            def _(i=i):
+                self.handover.wait(self.place(i))
+                self.issue(i, i)
 
         @pl.loop(0, length - stages)
         def _(i):
+            self.handover.wait(self.place(i + stages))  # which takes long, before the slot is empty
             plgpu.barrier_wait(self.empty.at[self.slot(i)])
             self.issue(i + stages, self.slot(i))
 
@@ -206,33 +222,38 @@ class Program(NamedTuple):
             plgpu.barrier_wait(self.empty.at[self.slot(i)])
 
 
-def walk(walks: tuple[Walk, ...], *, config: WalkConfig, name: str) -> list[list[jax.Array]]:
+def walk(walks: tuple[Walk, ...], *, config: WalkConfig, name: str) -> Promise:
     """Of every walk: what was emitted, then the last states [B, HV, P, V, K] float32. All are of one shape."""
     batch, heads, parts, value_dim, key_dim = walks[0].arrays.initial.shape
     config = config._replace(v_block=min(config.v_block, value_dim))
-    workers, stages = config.v_block // BLOCK, config.stages
+    stages, buffers = _buffers(walks, config)
+    config, workers = config._replace(stages=stages), config.v_block // BLOCK
+    grid = Spot(value_dim // config.v_block, parts, len(walks), heads, batch)
     sources, structure = jax.tree.flatten([w.arrays for w in walks])
     out_types = [[*w.emits, jax.ShapeDtypeStruct(w.arrays.initial.shape, F32)] for w in walks]
     outs_flat, outs_structure = jax.tree.flatten(out_types)
 
-    def kernel(*refs: Any) -> None:
-        *in_out, (buffers, *barriers) = refs
-        here = structure.unflatten(in_out[: len(sources)])
-        outs = outs_structure.unflatten(in_out[len(sources) :])
-        tiles, (*staging, state) = buffers[: len(Arrays._fields)], buffers[len(Arrays._fields) :]
+    def body(refs: list[Any], scratch: Any, program: Any, handover: Handover) -> None:
+        arrived, *barriers = scratch
+        here, outs = structure.unflatten(refs[: len(sources)]), outs_structure.unflatten(refs[len(sources) :])
+        tiles, (*staging, state) = arrived[: len(Arrays._fields)], arrived[len(Arrays._fields) :]
         if key_dim > MOST_IN_REGISTERS and walks[0].emits_states:
             state = staging[0]
-        wg = lax.axis_index("wg")
+        wg, spot = lax.axis_index("wg"), _spot(grid, program)
 
-        def run(i: int) -> None:
+        def go(i: int) -> None:
             *emits, last = outs[i]
             full, empty = barriers[2 * i : 2 * i + 2]
-            program = Program(walks[i], config, here[i], emits, last, Arrays(*tiles), staging, state, full, empty)
-            pl.when(wg < workers)(lambda: program.compute(wg))
-            pl.when(wg == workers)(program.load)
+            at_work = Program(
+                walks[i], config, spot, handover, here[i], emits, last, Arrays(*tiles), staging, state, full, empty
+            )
+            pl.when(wg < workers)(lambda: at_work.compute(wg))
+            pl.when(wg == workers)(at_work.load)
 
         for i in range(len(walks)):
-            pl.when(lax.axis_index("walk") == i)(lambda i=i: run(i))
+            pl.when(spot.walk == i)(lambda i=i: go(i))
+        # In a launch with more warpgroups these have nothing to do but to give their registers away.
+        pl.when(wg > workers)(lambda: plgpu.set_max_registers(40, action="decrease"))
 
     def barriers(w: Walk) -> tuple[Any, Any]:
         # Everything is one copy but the initial state and zero, which are none, and the values, one for every worker.
@@ -240,34 +261,40 @@ def walk(walks: tuple[Walk, ...], *, config: WalkConfig, name: str) -> list[list
         full = plgpu.Barrier(num_arrivals=copies, num_barriers=stages)
         return full, plgpu.Barrier(num_arrivals=workers, num_barriers=stages)
 
-    out = launch(
-        kernel,
+    job = Job(
+        name,
         tuple(sources),
-        out_type=tuple(outs_flat),
-        grid={
-            "column": value_dim // config.v_block,
-            "part": parts,
-            "walk": len(walks),
-            "head": heads,
-            "sequence": batch,
-        },
+        tuple(outs_flat),
+        programs=math.prod(grid),
         warpgroups=workers + 1,
-        buffers=_buffers(walks, config),
+        buffers=buffers,
         barriers=tuple(b for w in walks for b in barriers(w)),
-        name=name,
+        body=body,
     )
-    return outs_structure.unflatten(out)
+    return Promise(job, out_types)
 
 
-def _buffers(walks: tuple[Walk, ...], config: WalkConfig) -> tuple[Any, ...]:
-    """What any of the walks reads; tiles for what is emitted; and for the state if it needs one of its own."""
-    key_dim, stages, workers = walks[0].arrays.initial.shape[-1], config.stages, config.v_block // BLOCK
+def _spot(grid: Spot, program: Any) -> Spot:
+    """Of a program's number: the blocks of V side by side, which read the same of everything else."""
+    at, rest = [], program
+    for size in grid:
+        at.append(lax.rem(rest, jnp.int32(size)))
+        rest = lax.div(rest, jnp.int32(size))
+    return Spot(*at)
+
+
+def _buffers(walks: tuple[Walk, ...], config: WalkConfig) -> tuple[int, tuple[Any, ...]]:
+    """The chunks in flight, as there is room for; what any of the walks reads of each; tiles for what is emitted.
+
+    And one for the state, if it needs one of its own.
+    """
+    key_dim, workers = walks[0].arrays.initial.shape[-1], config.v_block // BLOCK
     used = Arrays(*(any(x is not None for x in field) for field in zip(*(w.arrays for w in walks))))
-    keys = lambda wanted: tile_buffer(stages, CHUNK, key_dim) if wanted else None
-    pairs = lambda wanted: tile_buffer(stages, CHUNK, CHUNK) if wanted else None
-    staging = [(BLOCK, key_dim) if len(e.shape) == 5 else (CHUNK, BLOCK) for e in walks[0].emits]
-    return (
-        *Arrays(
+
+    def read(stages: int) -> Arrays:
+        keys = lambda wanted: tile_buffer(stages, CHUNK, key_dim) if wanted else None
+        pairs = lambda wanted: tile_buffer(stages, CHUNK, CHUNK) if wanted else None
+        return Arrays(
             k_in=keys(True),
             decay=decay_buffer(len(walks[0].arrays.decay.shape) == 5, stages, key_dim),
             q_in=keys(used.q_in),
@@ -277,7 +304,14 @@ def _buffers(walks: tuple[Walk, ...], config: WalkConfig) -> tuple[Any, ...]:
             values=tile_buffer(stages, workers, CHUNK, BLOCK),
             initial=None,
             zero=None,
-        ),
-        *(tile_buffer(workers, *shape) for shape in staging),
-        tile_buffer(workers, BLOCK, key_dim) if key_dim > MOST_IN_REGISTERS and not walks[0].emits_states else None,
+        )
+
+    emitted = [(BLOCK, key_dim) if len(e.shape) == 5 else (CHUNK, BLOCK) for e in walks[0].emits]
+    own = key_dim > MOST_IN_REGISTERS and not walks[0].emits_states
+    staging = (
+        *(tile_buffer(workers, *shape) for shape in emitted),
+        tile_buffer(workers, BLOCK, key_dim) if own else None,
     )
+    size = lambda buffers: sum(math.prod(b.shape) * jnp.dtype(b.dtype).itemsize for b in buffers if b is not None)
+    stages = min(config.stages, (SHARED_MEMORY - size(staging)) // size(read(1)))
+    return stages, (*read(stages), *staging)

@@ -9,20 +9,6 @@ from jax import lax
 from jfla.pallas._operands import Place
 
 
-class Turn(NamedTuple):
-    """One chunk of a worker.
-
-    `zero` is 0, which the compiler cannot know. Added to an index it keeps addresses and masks from being computed
-    before the loop, where they would all be held in registers, and more than there are.
-    """
-
-    place: Place
-    number: Any
-    zero: Any
-    next_place: Place
-    has_next: Any
-
-
 class Work(NamedTuple):
     """The chunks of a call, dealt out to `workers` in each of at most `programs` programs, which stay to the end."""
 
@@ -42,22 +28,56 @@ class Work(NamedTuple):
         return min(self.programs, -(-self.total // self.workers))
 
     def place(self, item: Any) -> Place:
-        """Heads first, which lie side by side in memory."""
-        heads, n_chunks = jnp.int32(self.heads), jnp.int32(self.n_chunks)
+        """Heads first, which lie side by side in memory; chunks last, as a scan beside wants them."""
+        heads, batch = jnp.int32(self.heads), jnp.int32(self.batch)
         rest = lax.div(item, heads)
-        return Place(lax.div(rest, n_chunks), lax.rem(item, heads), lax.rem(rest, n_chunks))
+        return Place(lax.rem(rest, batch), lax.rem(item, heads), lax.div(rest, batch))
 
-    def first(self, worker: Any) -> Any:
-        return lax.axis_index("program") * self.workers + worker
+    def each_chunk(self, body: Callable[["Turn"], None], program: Any, worker: Any, zero: Any) -> Place:
+        """Runs `body` on every chunk of this worker of a program; returns its last one.
 
-    def each_chunk(self, body: Callable[[Turn], None], worker: Any, zero: Any) -> None:
-        """Runs `body` on every chunk of this worker. `zero` [1] holds a 0 in device memory: see Turn."""
-        stride, first = self.used * self.workers, self.first(worker)
+        `zero` [1] holds a 0 in device memory: see Turn.
+        """
+        stride, first = self.used * self.workers, program * self.workers + worker
         count = lax.div(jnp.maximum(self.total - first, 0) + (stride - 1), jnp.int32(stride))
 
         def step(i: Any, zero: Any) -> Any:
-            item = first + i * stride
-            body(Turn(self.place(item), i, zero, self.place(item + stride), item + stride < self.total))
+            body(Turn(self, first + i * stride, stride, i, zero))
             return zero & i
 
         lax.fori_loop(0, count, step, zero[0])
+        return self.place(first + (count - 1) * stride)
+
+
+class Turn(NamedTuple):
+    """One chunk of a worker: `number` counts his chunks, `item` those of the call, `step` apart.
+
+    `zero` is 0, which the compiler cannot know. Added to an index it keeps addresses and masks from being computed
+    before the loop, where they would all be held in registers, and more than there are.
+    """
+
+    work: Work
+    item: Any
+    step: Any
+    number: Any
+    zero: Any
+
+    @property
+    def place(self) -> Place:
+        return self.work.place(self.item)
+
+    @property
+    def next_place(self) -> Place:
+        return self.work.place(self.item + self.step)
+
+    @property
+    def last_place(self) -> Place:
+        return self.work.place(self.item - self.step)
+
+    @property
+    def has_last(self) -> Any:
+        return self.item >= self.step
+
+    @property
+    def has_next(self) -> Any:
+        return self.item + self.step < self.work.total

@@ -3,6 +3,7 @@
 A program holds a block of V columns of one state in registers, rows (K) over lanes and registers, so that sums over K
 are a few shuffles. It reads the block from device memory with 16 bytes per thread and writes it back where it was; what
 belongs to the tokens is a thousandth of that, and is prepared through shared memory while the block is on its way.
+Where the state after every token is wanted, each is written to a place of its own, and the initial one is only read.
 """
 
 import functools
@@ -37,7 +38,7 @@ class Arrays(NamedTuple):
     beta: Any  # [B, T, HV]
     a_log: Any  # [HV] float32
     dt_bias: Any  # [HV, G] float32
-    state: Any  # [B, HV, K, V] float32; written in place where the final state is wanted
+    state: Any  # [B, HV, K, V] float32; written in place where the final state, and no other, is wanted
 
 
 class Tokens(NamedTuple):
@@ -143,9 +144,16 @@ class Decode:
         self.prepare(self.read(x, at), tokens)
         plgpu.commit_smem()
         out = output.at[at.batch, :, at.value_head, at.columns]
-        step = lambda t, state: self.step(t, state, tokens, out)
+        every = self.options.return_states
+
+        def step(t: Any, state: jax.Array) -> jax.Array:
+            state = self.step(t, state, tokens, out)
+            if every:
+                _store(final.at[at.batch, t, at.value_head, :, at.columns], state)
+            return state
+
         state = step(0, state) if self.time == 1 else lax.fori_loop(0, self.time, step, state)
-        if final is not None:
+        if final is not None and not every:
             _store(final.at[at.batch, at.value_head, :, at.columns], state)
 
     def read(self, x: Arrays, at: Block) -> Arrays:
@@ -207,9 +215,10 @@ class Decode:
 
 def _decode(inputs: Inputs, options: Options) -> tuple[Array, Array | None]:
     """(output, final state). The final state is written over the initial one where the caller gave that away."""
-    # Where shard_map tracks what varies over its mesh, a kernel cannot be handed what it may write.
     state: Any = inputs.initial_state
-    if state is None or not options.return_final_state or jax.typeof(state).manual_axis_type.varying:
+    in_place_wanted = options.return_final_state and not options.return_states
+    # Where shard_map tracks what varies over its mesh, a kernel cannot be handed what it may write.
+    if state is None or not in_place_wanted or jax.typeof(state).manual_axis_type.varying:
         return _call(inputs, options, state, options.return_final_state)
 
     def in_place(refs: Any) -> None:
@@ -222,19 +231,20 @@ def _decode(inputs: Inputs, options: Options) -> tuple[Array, Array | None]:
 
 
 def _call(inputs: Inputs, options: Options, state: Any, separate: bool) -> tuple[Array, Array | None]:
-    """The final state goes to a `separate` array, or to `state` if that is a reference, or nowhere."""
+    """The final state (or all of them) goes to a `separate` array, or to `state` if that is a reference, or nowhere."""
     value_heads, value_dim = inputs.v.shape[2:]
     parameter = lambda x, *shape: None if x is None else x.astype(F32).reshape(value_heads, *shape)
     a_log = parameter(getattr(inputs.gate, "a_log", None))
     dt_bias = parameter(getattr(inputs.gate, "dt_bias", None), inputs.g.shape[-1])
     x = Arrays(inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, a_log, dt_bias, state)
-    batch, _, _, key_dim = x.q.shape
+    batch, time, _, key_dim = x.q.shape
     v_block = _config.decode_v_block(value_dim, batch * value_heads)
     call = Decode(x, gate_kind(inputs.gate), options, v_block)
     given = [name for name in Arrays._fields if getattr(x, name) is not None]
     out_type = [jax.ShapeDtypeStruct(x.v.shape, x.v.dtype)]
     if separate:
-        out_type.append(jax.ShapeDtypeStruct((batch, value_heads, key_dim, value_dim), F32))
+        every = (time,) if options.return_states else ()
+        out_type.append(jax.ShapeDtypeStruct((batch, *every, value_heads, key_dim, value_dim), F32))
 
     def kernel(*refs: Any) -> None:
         *global_refs, (buffers,) = refs

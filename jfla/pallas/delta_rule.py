@@ -22,6 +22,7 @@ from jfla.pallas._arrays import (
     log2_decays,
 )
 from jfla.pallas._chunk import Ends
+from jfla.pallas._jobs import Promise, beside, run
 from jfla.pallas._launch import interpreted
 from jfla.pallas._operands import Operands, Pairs
 from jfla.pallas._tile import BF16, F32
@@ -39,22 +40,43 @@ class Prepared(NamedTuple):
     before: Array | None
 
 
-def prepare(x: KernelArrays, inputs: Inputs, options: Options, with_pairs: bool = True) -> Prepared:
-    """Chunk by chunk: gate, norms, decayed dots, inverse. The one place where KDA and GDN part."""
+def prepare(
+    x: KernelArrays, inputs: Inputs, options: Options, *, with_pairs: bool = True, programs: int | None = None
+) -> Promise:
+    """Prepared, chunk by chunk: gate, norms, decayed dots, inverse. The one place where KDA and GDN part."""
     key_dim, static = x.q.shape[-1], key_options(inputs, options)
-    with jax.named_scope("jfla_prepare"):
-        roots = beta_roots(x) if with_pairs else None
-        if x.g.shape[-1] == 1:
-            tokens = TokenArrays(log2_decays(x, inputs), roots)
-            return Prepared(*prepare_gdn(x.q, x.k, tokens, static, _config.prepare_gdn_config(key_dim)))
-        return Prepared(*prepare_kda(key_arrays(x, inputs), roots, x.v.shape[2], static, _config.MULTIPROCESSORS), None)
+    roots = beta_roots(x) if with_pairs else None
+    programs = programs or _config.MULTIPROCESSORS
+    if x.g.shape[-1] == 1:
+        tokens = TokenArrays(log2_decays(x, inputs), roots)
+        promise = prepare_gdn(x.q, x.k, tokens, static, _config.prepare_gdn_config(key_dim, programs))
+    else:
+        promise = prepare_kda(key_arrays(x, inputs), roots, x.v.shape[2], static, programs)
+    return promise._replace(value=Prepared(*promise.value))
 
 
 def forward(inputs: Inputs, options: Options) -> tuple[DeltaRuleOutput, Pairs]:
     x = kernel_arrays(inputs, options)
-    carried, pairs, _ = prepare(x, inputs, options)
-    assert pairs is not None
-    pairs = Pairs(*(checkpoint_name(a, name) for a, name in zip(pairs, ("jfla_a_qk", "jfla_inverse"))))
+    batch, heads, _, value_dim, key_dim = x.initial.shape
+    n_chunks = x.v.shape[1] // CHUNK
+    op = "gdn" if x.g.shape[-1] == 1 else "kda"
+    config, spare = _config.beside_config(op, key_dim, value_dim, batch * heads, n_chunks)
+    if spare:
+        with jax.named_scope("jfla_prepare_beside_output_scan"):
+            preparing = prepare(x, inputs, options, programs=spare)
+            scanning = output_scan(preparing.value.operands, preparing.value.pairs, x.v, x.initial, config)
+            prepared, (output, final) = beside(preparing, scanning, (batch, heads, n_chunks))
+    else:
+        with jax.named_scope("jfla_prepare"):
+            prepared = run(prepare(x, inputs, options))
+        output, final = scan_alone(x, prepared.operands, prepared.pairs)
+    pairs = Pairs(*(checkpoint_name(a, name) for a, name in zip(prepared.pairs, ("jfla_a_qk", "jfla_inverse"))))
+    output = output[:, : inputs.v.shape[1]].astype(inputs.v.dtype)
+    return DeltaRuleOutput(output, final[:, :, -1].mT if options.return_final_state else None), pairs
+
+
+def scan_alone(x: KernelArrays, carried: Operands, pairs: Pairs) -> tuple[Array, Array]:
+    """The output and the last states; parts of time side by side where there are few sequences."""
     batch, heads, _, value_dim, key_dim = x.initial.shape
     config = _config.scan_config(key_dim, value_dim, batch * heads)
     parts, initial = _config.scan_parts(key_dim, value_dim, batch * heads, x.v.shape[1] // CHUNK), x.initial
@@ -62,15 +84,14 @@ def forward(inputs: Inputs, options: Options) -> tuple[DeltaRuleOutput, Pairs]:
         with jax.named_scope("jfla_split"):
             initial = split_states(carried, pairs, x.v, initial, config, parts)
     with jax.named_scope("jfla_output_scan"):
-        output, final = output_scan(carried, pairs, x.v, initial, config)
-    output = output[:, : inputs.v.shape[1]].astype(inputs.v.dtype)
-    return DeltaRuleOutput(output, final[:, :, -1].mT if options.return_final_state else None), pairs
+        return run(output_scan(carried, pairs, x.v, initial, config))
 
 
 def backward(inputs: Inputs, options: Options, pairs: Pairs, d_output: Values, d_final: State | None) -> Inputs:
     """The two scans, then the gradients of every chunk, then what was elementwise."""
     x = kernel_arrays(inputs, options)
-    prepared = prepare(x, inputs, options, with_pairs=False)
+    with jax.named_scope("jfla_prepare"):
+        prepared = run(prepare(x, inputs, options, with_pairs=False))
     do = kernel_cotangent(d_output, inputs)
     ends, d_initial = scans(x, prepared.operands, pairs, do, d_final)
     with jax.named_scope("jfla_chunk_gradients"):

@@ -14,8 +14,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfla._types import CHUNK
+from jfla.pallas._jobs import Handover, Job, Promise
 from jfla.pallas._keys import BLOCK, K, KeyOptions, Keys, Q
-from jfla.pallas._launch import launch
 from jfla.pallas._operands import Operands, Pairs
 from jfla.pallas._tile import (
     BF16,
@@ -128,20 +128,19 @@ def write_pairs(w: Worker, pairs: Pairs) -> None:
     plgpu.copy_smem_to_gmem(inverse, place.tile(pairs.inverse))
 
 
-def prepare_gdn(
-    q: jax.Array, k: jax.Array, tokens: TokenArrays, options: KeyOptions, config: PrepareConfig
-) -> tuple[Operands, Pairs | None, jax.Array]:
-    """The factors of every row of q and k; the pairs of every chunk; the running sum of log2 decay."""
+def prepare_gdn(q: jax.Array, k: jax.Array, tokens: TokenArrays, options: KeyOptions, config: PrepareConfig) -> Promise:
+    """Operands: factors of every row of q and k. The Pairs of every chunk, or None. The running sum of log2 decay."""
     batch, heads, n_chunks, _ = tokens.g.shape
     key_dim, with_pairs = q.shape[-1], tokens.roots is not None
     blocks, with_keys = key_dim // BLOCK, with_pairs or options.qk_norm
     work = Work(batch, heads, n_chunks, workers=config.workers, programs=config.programs)
 
-    def kernel(*refs: Any) -> None:
+    def body(refs: list[Any], scratch: Any, program: Any, handover: Handover) -> None:
         q_g, k_g, g_g, *rest = refs
         roots_g: Any = rest.pop(0) if with_pairs else None
         masks_g: Any = rest.pop(0) if with_pairs else None
-        zero_g, factors_o, before_o, *pair_o, ((masks_s, *buffers), loaded, started) = rest
+        zero_g, factors_o, before_o, *pair_o = rest
+        (masks_s, *buffers), loaded, started = scratch
         wg = lax.axis_index("wg")
 
         def chunk(turn: Turn) -> None:
@@ -157,6 +156,7 @@ def prepare_gdn(
             plgpu.copy_smem_to_gmem(w.before, place.tile(before_o))
             if with_pairs:
                 write_pairs(w, Pairs(*pair_o))
+            handover.tell(place)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         if with_pairs:
@@ -167,20 +167,26 @@ def prepare_gdn(
                     plgpu.copy_gmem_to_smem(masks_g.at[i], masks_s.at[i], started)
 
             plgpu.barrier_wait(started)
-        work.each_chunk(chunk, wg, zero_g)
+
+        @pl.when(wg < config.workers)
+        def _():
+            work.each_chunk(chunk, program, wg, zero_g)
+
         plgpu.wait_smem_to_gmem(0)
 
     shape = jax.ShapeDtypeStruct
     lead = (batch, heads, n_chunks)
-    square, per_token = shape((*lead, CHUNK, CHUNK), BF16), shape((*lead, CHUNK), F32)
+    square = lambda: shape((*lead, CHUNK, CHUNK), BF16)
     tiles = lambda *shape, dtype=BF16: tile_buffer(config.workers, *shape, CHUNK, BLOCK, dtype=dtype)
     vector = lambda *shape: plgpu.SMEM((config.workers, *shape, CHUNK), F32)
     sources = (q, k, tokens.g, tokens.roots, squares() if with_pairs else None, jnp.zeros(1, jnp.int32))
-    decay, before, *pairs = launch(
-        kernel,
+    decay, before = shape((*lead, 4, CHUNK), F32), shape((*lead, CHUNK), F32)
+    pairs = Pairs(square(), square()) if with_pairs else None
+    job = Job(
+        "jfla_prepare_gdn",
         tuple(a for a in sources if a is not None),
-        out_type=(shape((*lead, 4, CHUNK), F32), per_token, *((square, square) if with_pairs else ())),
-        grid={"program": work.used},
+        (decay, before, *(pairs or ())),
+        programs=work.used,
         warpgroups=config.workers,
         buffers=(
             tile_buffer(1 + SQUARES, CHUNK, BLOCK, dtype=F16) if with_pairs else None,
@@ -198,6 +204,6 @@ def prepare_gdn(
             plgpu.Barrier(num_arrivals=1 + with_pairs + 2 * blocks * with_keys, num_barriers=config.workers),
             plgpu.Barrier(num_arrivals=1 + SQUARES),
         ),
-        name="jfla_prepare_gdn",
+        body=body,
     )
-    return Operands(q, k, k, decay), (Pairs(*pairs) if with_pairs else None), before
+    return Promise(job, (Operands(q, k, k, decay), pairs, before))

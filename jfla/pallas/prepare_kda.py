@@ -21,8 +21,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfla._types import CHUNK
 from jfla.pallas import _patterns
+from jfla.pallas._jobs import Handover, Job, Promise
 from jfla.pallas._keys import BLOCK, K, KeyArrays, KeyOptions, Keys, Q
-from jfla.pallas._launch import launch
 from jfla.pallas._operands import Operands, Pairs, Place
 from jfla.pallas._patterns import FAST_RANGE
 from jfla.pallas._tile import (
@@ -101,6 +101,7 @@ class Team(NamedTuple):
     arrays: PrepareArrays
     s: Tiles
     barriers: Barriers
+    handover: Handover
 
     def all(self, tiles: Any) -> list[Any]:
         """Every block's tile; traced numbers, because `dot` cannot close over a reference that a Python int indexed."""
@@ -128,6 +129,11 @@ class Team(NamedTuple):
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.barriers.met)
         plgpu.barrier_wait(self.barriers.met)
+
+    def hand_over(self, place: Place) -> None:
+        """Of the third, once the other two have waited for their stores of that chunk, and met."""
+        if self.handover.made is not None:
+            self.handover.tell(place)
 
     def channels(self, body: Callable[[], None]) -> None:
         """Runs `body` in the warpgroups that have channels."""
@@ -238,6 +244,8 @@ def share_chunk(t: Team, out: Operands, pairs: Pairs | None) -> None:
     if pairs is not None:
         pl.when(t.me == 1)(t.fetch_roots)
     t.channels(lambda: load_chunk(t))
+    if t.handover.made is not None:
+        plgpu.wait_smem_to_gmem(0)  # those of the chunk before have arrived meanwhile
     share_norms = keys.options.qk_norm and keys.blocks > 1
     if share_norms:
         t.meet()
@@ -275,13 +283,12 @@ def invert(t: Team, pairs: Pairs) -> None:
     lower, work, out = (x.at[zero] for x in (t.s.lower, t.s.work, t.s.inverse))
     write_inverse(Inverse(lower, work, zero), t.s.roots.at[zero + 1], out)
     plgpu.barrier_arrive(t.barriers.taken)
+    pl.when(t.turn.has_last)(lambda: t.hand_over(t.turn.last_place))
     plgpu.copy_smem_to_gmem(out, t.keys.place.tile(pairs.inverse))
 
 
-def prepare_kda(
-    x: KeyArrays, roots: jax.Array | None, heads: int, options: KeyOptions, programs: int
-) -> tuple[Operands, Pairs | None]:
-    """The operands of every chunk, and its pairs unless the caller has them: beta's roots [B, HV, N, 2, C], or None."""
+def prepare_kda(x: KeyArrays, roots: jax.Array | None, heads: int, options: KeyOptions, programs: int) -> Promise:
+    """The Operands of every chunk, and its Pairs, or None where the caller has them: beta's roots [B, HV, N, 2, C]."""
     batch, padded, _, key_dim = x.q.shape
     n_chunks, blocks = padded // CHUNK, key_dim // BLOCK
     work = Work(batch, heads, n_chunks, workers=1, programs=programs)
@@ -289,12 +296,12 @@ def prepare_kda(
     sources = [x.q, x.k, x.g, x.rates, x.bias, _patterns.stack(F16, *START), _patterns.stack(F16, *HALVING)]
     sources += [jnp.zeros(1, jnp.int32), *(a for a in (roots, x.resets) if a is not None)]
 
-    def kernel(*refs: Any) -> None:
+    def body(refs: list[Any], scratch: Any, program: Any, handover: Handover) -> None:
         q_g, k_g, g_g, rates_g, bias_g, starts_g, halving_g, zero_g, *rest = refs
         roots_g = rest.pop(0) if with_pairs else None
         resets_g = rest.pop(0) if packed else None
-        *outs, (buffers, *barriers) = rest
-        out, pairs = Operands(*outs[:4]), Pairs(*outs[4:]) if with_pairs else None
+        out, pairs = Operands(*rest[:4]), Pairs(*rest[4:]) if with_pairs else None
+        buffers, *barriers = scratch
         arrays = PrepareArrays(KeyArrays(q_g, k_g, g_g, rates_g, bias_g, resets_g), roots_g, starts_g, halving_g)
         s, at, me = Tiles(*buffers), Barriers(*barriers), lax.axis_index("wg")
 
@@ -302,17 +309,18 @@ def prepare_kda(
             here = me + turn.zero
             slot = turn.number & 1
             q, k = s.rows.at[slot, turn.zero], s.rows.at[slot, turn.zero + 1]
-            return Team(here, turn, Keys(options, turn.place, heads, blocks, q, k, s.norms), arrays, s, at)
+            return Team(here, turn, Keys(options, turn.place, heads, blocks, q, k, s.norms), arrays, s, at, handover)
+
+        none = jnp.int32(0)
 
         @pl.when(me < 2)
         def _share():
-            first = work.place(work.first(0))
-            start = team(Turn(first, jnp.int32(0), jnp.int32(0), first, False))
+            start = team(Turn(work, program, none, none, none))
 
             @start.channels
             def _():
-                start.fetch(first, jnp.int32(0))
-                start.fetch_gate(first)
+                start.fetch(start.keys.place, none)
+                start.fetch_gate(start.keys.place)
 
             @pl.when(me == 0)
             def _():
@@ -320,33 +328,39 @@ def prepare_kda(
                     plgpu.copy_gmem_to_smem(starts_g.at[i], s.starts.at[i], at.started)
 
             plgpu.barrier_wait(at.started)
-            work.each_chunk(lambda turn: share_chunk(team(turn), out, pairs), 0, zero_g)
+            work.each_chunk(lambda turn: share_chunk(team(turn), out, pairs), program, 0, zero_g)
+            plgpu.wait_smem_to_gmem(0)
             if pairs is not None:
-                pl.when(me == 1)(lambda: plgpu.barrier_wait(at.taken))  # every arrival has to be observed
+                start.meet()
+
+                @pl.when(me == 1)
+                def _():
+                    plgpu.barrier_wait(at.taken)
+                    plgpu.barrier_arrive(at.handed)
 
         if pairs is not None:
 
             @pl.when(me == 2)
             def _invert():
                 plgpu.barrier_arrive(at.taken)
-                work.each_chunk(lambda turn: invert(team(turn), pairs), 0, zero_g)
+                last = work.each_chunk(lambda turn: invert(team(turn), pairs), program, 0, zero_g)
+                plgpu.barrier_wait(at.handed)
+                team(Turn(work, program, none, none, none)).hand_over(last)
 
         plgpu.wait_smem_to_gmem(0)
 
     shape = jax.ShapeDtypeStruct
     lead = (batch, heads, n_chunks)
-    square = shape((*lead, CHUNK, CHUNK), BF16)
     tiles = lambda *shape, dtype=BF16: tile_buffer(*shape, CHUNK, BLOCK, dtype=dtype)
     vectors = lambda *shape: plgpu.SMEM((*shape, CHUNK), F32)
-    out = launch(
-        kernel,
+    operand, square = (lambda: shape((*lead, CHUNK, key_dim), BF16)), (lambda: shape((*lead, CHUNK, CHUNK), BF16))
+    out = Operands(operand(), operand(), operand(), shape((*lead, key_dim), F32))
+    pairs = Pairs(square(), square()) if with_pairs else None
+    job = Job(
+        "jfla_prepare_kda",
         tuple(sources),
-        out_type=(
-            *(shape((*lead, CHUNK, key_dim), BF16) for _ in range(3)),
-            shape((*lead, key_dim), F32),
-            *((square, square) if with_pairs else ()),
-        ),
-        grid={"program": work.used},
+        (*out, *(pairs or ())),
+        programs=work.used,
         warpgroups=3 if with_pairs else 2,
         buffers=Tiles(
             starts=tiles(len(START), dtype=F16),
@@ -377,6 +391,6 @@ def prepare_kda(
             handed=plgpu.Barrier(),
             taken=plgpu.Barrier(),
         ),
-        name="jfla_prepare_kda",
+        body=body,
     )
-    return Operands(*out[:4]), (Pairs(*out[4:]) if with_pairs else None)
+    return Promise(job, (out, pairs, None))

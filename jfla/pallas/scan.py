@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfla._types import CHUNK
+from jfla.pallas._jobs import Promise, run
 from jfla.pallas._operands import K_IN, K_OUT, Q_IN, Operands, Pairs, times
 from jfla.pallas._tile import BF16, F32, dots, dots_while, load, transposed, zeros
 from jfla.pallas._walk import Emit, Tiles, Walk, WalkConfig, arrays, walk
@@ -40,9 +41,7 @@ def _left(state: jax.Array, x: Tiles, emit: Emit | None = None) -> tuple[Any, Ca
     return x.state, lambda: None
 
 
-def output_scan(
-    op: Operands, pairs: Pairs, v: jax.Array, initial: jax.Array, config: WalkConfig
-) -> tuple[jax.Array, jax.Array]:
+def output_scan(op: Operands, pairs: Pairs, v: jax.Array, initial: jax.Array, config: WalkConfig) -> Promise:
     """o [B, T, HV, V] and the states after each part of time, transposed, [B, HV, P, V, K]."""
 
     def step(state: jax.Array, x: Tiles, emit: Emit) -> jax.Array:
@@ -62,8 +61,8 @@ def output_scan(
         return state
 
     alone = Walk(step, arrays(op, v, initial, *pairs), (jax.ShapeDtypeStruct(v.shape, BF16),))
-    ((out, last),) = walk((alone,), config=config, name="jfla_output_scan")
-    return out, last
+    promise = walk((alone,), config=config, name="jfla_output_scan")
+    return promise._replace(value=tuple(promise.value[0]))
 
 
 def states_walk(op: Operands, pairs: Pairs, v: jax.Array, initial: jax.Array) -> Walk:
@@ -122,7 +121,7 @@ def backward_scans(
     """States and v_new, dS and dv, and dS before the first chunk. `ends`: the first states, and the last of dS."""
     initial, dfinal = ends
     walks = adjoints_walk(op, pairs, do, dfinal), states_walk(op, pairs, v, initial)
-    (dends, dv, dfirst), (states, v_new, _) = walk(walks, config=config, name="jfla_backward_scans")
+    (dends, dv, dfirst), (states, v_new, _) = run(walk(walks, config=config, name="jfla_backward_scans"))
     return states, v_new, dends, dv, dfirst
 
 
@@ -151,7 +150,7 @@ def split_ends(
     initial, dfinal = ends
     reads = arrays(op, do, _per_part(dfinal, parts), *pairs)
     back = Walk(lambda dstate, x, _: _retreat(dstate, x, None), reads, (), reverse=True)
-    ((d,),) = walk((back,), config=config, name="jfla_split_adjoints")
+    ((d,),) = run(walk((back,), config=config, name="jfla_split_adjoints"))
     r, c = _maps(op, pairs, v, initial, config, parts)
     return _chained(initial, r, c, parts, reverse=False), _chained(dfinal, r.mT, d, parts, reverse=True)
 
@@ -167,7 +166,7 @@ def _maps(
         Walk(lambda state, x, _: _advance(state, x, None, writing=False), reads(identity), ()),
         Walk(lambda state, x, _: _advance(state, x, None), reads(nothing), ()),
     )
-    (r,), (c,) = walk(walks, config=config, name="jfla_split_states")
+    (r,), (c,) = run(walk(walks, config=config, name="jfla_split_states"))
     return r, c
 
 

@@ -9,14 +9,16 @@ from typing import Any
 
 from jaxtyping import Array
 
-from jfla._types import DeltaRuleOutput, Inputs, Options
-from jfla._validate import DEFAULTS, validate
+from jfla._types import DeltaRuleOutput
+from jfla._validate import DEFAULTS, validate, validate_recurrent
 from jfla.reference import chunked, recurrent
 
 __all__ = ["chunk_gdn", "chunk_kda", "chunked", "recurrent", "recurrent_gdn", "recurrent_kda"]
 
 
-def recurrent_kda(q: Array, k: Array, v: Array, g: Array, beta: Array, **arguments: Any) -> DeltaRuleOutput:
+def recurrent_kda(
+    q: Array, k: Array, v: Array, g: Array, beta: Array, *, return_states: bool = False, **arguments: Any
+) -> DeltaRuleOutput:
     """The definition of Kimi Delta Attention, token by token.
 
         S <- exp(g_t)[:, None] S;    S <- S + k_t (beta_t (v_t - S^T k_t))^T;    o_t = S^T (scale q_t)
@@ -31,10 +33,14 @@ def recurrent_kda(q: Array, k: Array, v: Array, g: Array, beta: Array, **argumen
     >>> print(jfla.reference.recurrent_kda(x, x, x, -x, beta, qk_norm=True).output.shape)
     (1, 3, 2, 4)
     """
-    return recurrent.apply(*_validated("kda", q, k, v, g, beta, arguments))
+    return recurrent.apply(
+        *validate_recurrent("kda", q, k, v, g, beta, return_states=return_states, **_complete(arguments))
+    )
 
 
-def recurrent_gdn(q: Array, k: Array, v: Array, g: Array, beta: Array, **arguments: Any) -> DeltaRuleOutput:
+def recurrent_gdn(
+    q: Array, k: Array, v: Array, g: Array, beta: Array, *, return_states: bool = False, **arguments: Any
+) -> DeltaRuleOutput:
     """The definition of Gated DeltaNet, token by token.
 
         S <- exp(g_t) S;    S <- S + k_t (beta_t (v_t - S^T k_t))^T;    o_t = S^T (scale q_t)
@@ -50,7 +56,9 @@ def recurrent_gdn(q: Array, k: Array, v: Array, g: Array, beta: Array, **argumen
     >>> print(jax.jvp(f, (x,), (x,))[1].shape)
     (1, 3, 2, 4)
     """
-    return recurrent.apply(*_validated("gdn", q, k, v, g, beta, arguments))
+    return recurrent.apply(
+        *validate_recurrent("gdn", q, k, v, g, beta, return_states=return_states, **_complete(arguments))
+    )
 
 
 def chunk_kda(q: Array, k: Array, v: Array, g: Array, beta: Array, **arguments: Any) -> DeltaRuleOutput:
@@ -69,7 +77,7 @@ def chunk_kda(q: Array, k: Array, v: Array, g: Array, beta: Array, **arguments: 
     >>> print(jax.jvp(f, (x,), (x,))[1].shape)
     (1, 3, 2, 4)
     """
-    return chunked.plain(*_validated("kda", q, k, v, g, beta, arguments))
+    return chunked.plain(*validate("kda", q, k, v, g, beta, **_complete(arguments)))
 
 
 def chunk_gdn(q: Array, k: Array, v: Array, g: Array, beta: Array, **arguments: Any) -> DeltaRuleOutput:
@@ -87,10 +95,11 @@ def chunk_gdn(q: Array, k: Array, v: Array, g: Array, beta: Array, **arguments: 
     >>> print(jfla.reference.chunk_gdn(x, x, x, -beta, beta, qk_norm=True).output.shape)
     (1, 3, 2, 4)
     """
-    return chunked.plain(*_validated("gdn", q, k, v, g, beta, arguments))
+    return chunked.plain(*validate("gdn", q, k, v, g, beta, **_complete(arguments)))
 
 
-def _validated(op: str, q: Array, k: Array, v: Array, g: Array, beta: Array, arguments: dict) -> tuple[Inputs, Options]:
+def _complete(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments with defaults for those left out."""
     if arguments.get("implementation") == "pallas":
         raise ValueError('implementation must be None or "xla" in jfla.reference, got "pallas"')
-    return validate(op, q, k, v, g, beta, **(DEFAULTS | arguments))
+    return DEFAULTS | arguments

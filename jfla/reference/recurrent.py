@@ -36,20 +36,25 @@ def step(
     return state, jnp.einsum("bhkv,bhk->bhv", state, q)
 
 
-def scan(tokens: TokenInputs) -> tuple[Float[Array, "B T HV V"], Float[Array, "B S HV K V"]]:
-    """The recurrence over time. `tokens.state` holds one state per slot; each token reads and writes its own slot."""
+def scan(
+    tokens: TokenInputs, every_state: bool = False
+) -> tuple[Float[Array, "B T HV V"], Float[Array, "B S_or_T HV K V"]]:
+    """The recurrence over time. `tokens.state` holds one state per slot; each token reads and writes its own slot.
+
+    With `every_state`, for one slot, the states after every token come back instead of the last one of every slot.
+    """
 
     def token(states, x):
         slot, *arrays = x
         if states.shape[1] == 1:  # no gather: on several devices the state would travel for it at every token
             state, output = step(states[:, 0], *arrays)
-            return state[:, None], output
+            return state[:, None], (output, state if every_state else None)
         state, output = step(read_slot(states, slot), *arrays)
-        return write_slot(states, slot, state), output
+        return write_slot(states, slot, state), (output, None)
 
     by_time = [jnp.moveaxis(x, 1, 0) for x in (tokens.slot, tokens.q, tokens.k, tokens.v, tokens.g, tokens.beta)]
-    states, outputs = lax.scan(token, tokens.state, tuple(by_time))
-    return jnp.moveaxis(outputs, 0, 1), states
+    last, (outputs, states) = lax.scan(token, tokens.state, tuple(by_time))
+    return jnp.moveaxis(outputs, 0, 1), last if states is None else jnp.moveaxis(states, 0, 1)
 
 
 @compiler_partitioned
@@ -58,9 +63,9 @@ def apply(inputs: Inputs, options: Options) -> DeltaRuleOutput:
     """Runs the definition on validated inputs: any float dtype, differentiable in every mode and to any order."""
     with jax.named_scope("jfla_recurrent"), jax.default_matmul_precision("highest"):
         tokens = prepare(inputs, options)
-        output, states = scan(tokens)
+        output, states = scan(tokens, options.return_states)
         final = None
         if options.return_final_state:
-            final = states if options.per_segment_state else states[:, 0]
+            final = states if options.per_segment_state or options.return_states else states[:, 0]
         output = without_padding(output, inputs.segment_ids)
         return DeltaRuleOutput(output.astype(inputs.v.dtype), final)

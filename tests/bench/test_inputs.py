@@ -49,6 +49,8 @@ def test_shapes_are_chosen_by_name():
     assert chosen(["paper", "packed"], ["B1 T8192 H32 D128 random S10"]) == [
         Shape(1, 8192, 32, packing="random", segments=10)
     ]
+    names = ["B1 T2048 H32 D128", "B1 T8192 H32 D128"]
+    assert [str(shape) for shape in chosen(["paper"], names)] == names
     with pytest.raises(ValueError, match=r"shapes must be among B1 T8192 H32 D128, .*, got 'B3'"):
         chosen(["paper"], ["B3"])
 

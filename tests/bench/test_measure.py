@@ -9,7 +9,7 @@ import pytest
 from jax.profiler import ProfileData
 
 from jfla import reference
-from jfla.bench import exact, inputs, measure, trace
+from jfla.bench import ceilings, exact, inputs, measure, trace
 from jfla.bench.exact import Exact
 from jfla.bench.providers import jax_program
 from jfla.bench.shapes import Case, Shape
@@ -104,13 +104,22 @@ def test_packed_sequences_have_errors_too():
     assert all(0 < error < 4e-3 for error in found.values()), found
 
 
-def test_of_long_sequences_only_the_outputs_beginning_is_compared(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("op", ["kda", "gdn"])
+def test_of_long_sequences_the_last_tokens_and_the_final_state_are_compared(op: str, monkeypatch: pytest.MonkeyPatch):
+    """They are those of the whole: the tokens before have left their state."""
+    case = Case(op, "forward+backward", Shape(1, 128, 1, 16))
+    arrays = inputs.draw(case, 0)
+    whole = exact._started(case, arrays)()
     monkeypatch.setattr(exact, "MAX_TIME", 64)
-    monkeypatch.setattr(exact, "PREFIX", 32)
-    case = Case("gdn", "forward+backward", Shape(1, 128, 1, 16))
+    monkeypatch.setattr(exact, "LAST", 32)
+    last = exact._started(case, arrays)()
+    assert last.keys() == whole.keys() == {"output", "final_state", *GRADIENTS}
+    for name, x in last.items():
+        expected = whole[name] if name == "final_state" else whole[name][:, 96:]
+        np.testing.assert_allclose(x, expected, rtol=1e-12, atol=1e-14)
     found = _errors(case)
-    assert found.keys() == {"output"}
-    assert 0 < found["output"] < 4e-3
+    assert found.keys() == {"output", *GRADIENTS}
+    assert all(0 < error < 4e-3 for error in found.values()), found
 
 
 def test_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch):
@@ -142,3 +151,9 @@ def _errors(case: Case) -> dict[str, float]:
     arrays = inputs.draw(case, 0)
     program = jax_program(RECURRENT[case.op], case)
     return Exact(gradients=True).errors(case, arrays, program, program.first(program.load(arrays)))
+
+
+def test_the_ceilings_are_those_of_a_machine():
+    found = ceilings.measured(3)
+    assert 5e-4 < found.copy_tb_per_s < 10
+    assert 1e-3 < found.matmul_tflop_per_s < 2000

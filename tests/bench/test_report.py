@@ -62,6 +62,20 @@ def test_the_readme_block_shows_times_errors_and_reasons(record: Results, tmp_pa
     assert "GDN" not in text
 
 
+def test_other_sets_are_folded_away(record: Results, tmp_path: pathlib.Path):
+    packed = Case("gdn", "forward", Shape(1, 16384, 32, packing="skewed", segments=20))
+    record.rows.append(results.timed_row(packed, "pallas", _timing(0.625), CEILINGS))
+    record.settings = {"FLA_CACHE_MODE": "full"}
+    record.write(tmp_path / "results.json")
+    text = readme.block(tmp_path / "results.json", tmp_path)
+    shown, folded = text.split("<details>")
+    assert "GDN" not in shown
+    assert "| 0.5 |" not in folded
+    assert '<summary>The set "packed": <code>jfla bench --set packed</code></summary>' in folded
+    assert "| B1 T16384 H32 D128 skewed S20 | pallas | 0.625 |" in folded
+    assert "jax 9.9, FLA_CACHE_MODE full." in shown
+
+
 def test_a_readme_that_was_written_agrees_until_something_changes(record: Results, tmp_path: pathlib.Path):
     path, page = tmp_path / "results.json", tmp_path / "README.md"
     record.write(path)

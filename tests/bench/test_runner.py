@@ -5,7 +5,9 @@ import json
 import pathlib
 import subprocess
 import sys
+import types
 
+import jax
 import pytest
 
 import jfla
@@ -16,7 +18,7 @@ from jfla.bench.exact import Exact
 from jfla.bench.measure import Timing
 from jfla.bench.programs import Program, Refused
 from jfla.bench.providers import Provider, jax_program
-from jfla.bench.results import Row
+from jfla.bench.results import Results, Row
 from jfla.bench.runner import Plan
 from jfla.bench.shapes import Case, Shape
 
@@ -126,6 +128,50 @@ def test_rows_of_another_version_are_not_added_to(tmp_path: pathlib.Path):
         results.read(path)
 
 
+def _file(path: pathlib.Path, copy: float, versions: dict[str, str], *rows: Row, **other: str) -> pathlib.Path:
+    head = {"device": "NVIDIA X", "platform": "gpu", "date": "2000-01-02", "commit": "abc"} | other
+    Results(**head, versions=versions, ceilings=Ceilings(copy, 100.0), rows=list(rows)).write(path)
+    return path
+
+
+def test_merging_loses_no_row_and_relates_all_to_the_best_ceilings(tmp_path: pathlib.Path):
+    timed = lambda name, ms: results.timed_row(
+        Case("kda", "forward", TINY), name, Timing(ms, ms, ms, ms, "device", 7), Ceilings(2.0, 100.0)
+    )
+    no = lambda name: Row("kda", "forward", str(TINY), "strong", name, refused="out of memory")
+    first = _file(tmp_path / "1", 2.0, {"jax": "9"}, timed("pallas", 1.0), timed("fla", 3.0), no("cudnn"), no("scan"))
+    second = _file(tmp_path / "2", 4.0, {"jax": "9", "fla": "1"}, timed("pallas", 2.0), no("fla"), timed("cudnn", 5.0))
+    record = runner.merge([first, second], tmp_path / "out.json")
+    assert [row.key for row in results.read(tmp_path / "out.json").rows] == [row.key for row in record.rows]
+    assert {row.implementation: row.ms for row in record.rows} == {
+        "pallas": 2.0,
+        "fla": 3.0,
+        "cudnn": 5.0,
+        "scan": None,
+    }
+    assert record.versions == {"jax": "9", "fla": "1"}
+    assert record.ceilings == Ceilings(4.0, 100.0)
+    for row in record.rows:
+        if row.ms is not None:
+            assert row.copy_fraction == pytest.approx(row.tb_per_s / 4, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ({"commit": "def"}, "another commit than .*: def"),
+        ({"date": "2000-01-03"}, "another date than"),
+        ({"device": "NVIDIA Y"}, "another device than"),
+        ({"versions": {"jax": "8"}}, "another jax: 8, not 9"),
+    ],
+)
+def test_records_that_do_not_belong_together_are_not_merged(other: dict, said: str, tmp_path: pathlib.Path):
+    versions = other.pop("versions", {"jax": "9"})
+    paths = [_file(tmp_path / "1", 2.0, {"jax": "9"}), _file(tmp_path / "2", 2.0, versions, **other)]
+    with pytest.raises(ValueError, match=said):
+        results.merged(paths)
+
+
 @pytest.mark.parametrize(("option", "value"), [("sets", "huge"), ("ops", "mamba"), ("gates", "iron")])
 def test_wrong_options_are_named(option: str, value: str):
     with pytest.raises(ValueError, match=f"{option} must be among .*'{value}'"):
@@ -138,6 +184,18 @@ def test_absent_peers_are_refused_by_name(monkeypatch: pytest.MonkeyPatch):
     assert "peer" not in Plan().filled().implementations
     with pytest.raises(ValueError, match="peer cannot run here: no package a_package_that_is_not_there"):
         Plan(implementations=("peer",)).filled()
+
+
+@pytest.mark.parametrize(("capability", "left_out"), [("9.0", {"xla", "scan"}), ("8.0", set()), (None, set())])
+def test_where_the_kernels_run_the_slow_implementations_are_asked_for(
+    capability: str | None, left_out: set[str], monkeypatch: pytest.MonkeyPatch
+):
+    ours = {name: Provider(_scan, ours=True) for name in ("pallas", "xla", "scan")}
+    monkeypatch.setattr(runner, "PROVIDERS", ours)
+    monkeypatch.setattr(providers, "PROVIDERS", ours)
+    monkeypatch.setattr(jax, "devices", lambda: [types.SimpleNamespace(compute_capability=capability)])
+    assert set(Plan().filled().implementations) == ours.keys() - left_out
+    assert Plan(implementations=("scan",)).filled().implementations == ("scan",)
 
 
 def test_the_backward_is_the_difference_and_noise_is_none():

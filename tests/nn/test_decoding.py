@@ -117,6 +117,17 @@ def test_a_packed_call_goes_on_with_the_first_sequence_and_leaves_with_the_last(
     assert rms_error(y[:, 0], expected[[2, 5]]) < TOLERANCE
 
 
+def test_drafted_tokens_that_are_refused_leave_no_trace(layer, x, alone):
+    """The cache before the draft, and the draft again with id 0 behind each row's accepted prefix, none of it too."""
+    _, cache = with_cache(layer, x[:, :10], new_cache(layer, 2))
+    draft, accepted = jnp.stack([x[0, 10:14], x[0, 20:24]]), np.array([3, 0])
+    with_cache(layer, draft, cache)
+    _, cache = with_cache(layer, draft, cache, jnp.asarray(np.arange(4) < accepted[:, None], jnp.int32))
+    at = 10 + accepted
+    y, _ = with_cache(layer, x[np.arange(2), at][:, None], cache)
+    assert rms_error(y[:, 0], np.asarray(alone)[np.arange(2), at]) < TOLERANCE
+
+
 def test_the_cache_is_a_pytree_of_the_documented_shapes():
     layer = make("kda")
     cache = layer.init_cache(3)

@@ -58,13 +58,41 @@ def test_values(call):
         check(call, STATE)
 
 
+def check_states(call, tolerance):
+    """The result that was checked."""
+    arrays, rest = inputs(call)
+    rest["return_states"] = True
+    main, more = split(arrays)
+    got = getattr(jfla, f"recurrent_{call.op}")(*main, **more, **rest, implementation="pallas")
+    want = exact(call, arrays, rest)
+    assert error(got.output, want.output) < (tolerance if call.dtype == "float32" else OUTPUT)
+    assert got.final_state.shape == want.final_state.shape
+    assert got.final_state.shape[:2] == (call.batch, call.time)
+    assert max(error(got.final_state[:, t], want.final_state[:, t]) for t in range(call.time)) < tolerance
+    return got
+
+
+@pytest.mark.parametrize("call", CALLS, ids=str)
+def test_the_state_after_every_token(call):
+    """The output and the last state are the bits of a call without."""
+    arrays, rest = inputs(call)
+    main, more = split(arrays)
+    with jfla.pallas.interpret():
+        got = check_states(call, STATE)
+        last = getattr(jfla, f"recurrent_{call.op}")(*main, **more, **rest, implementation="pallas")
+    np.testing.assert_array_equal(np.asarray(got.output), np.asarray(last.output))
+    np.testing.assert_array_equal(np.asarray(got.final_state[:, -1]), np.asarray(last.final_state))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (128, 64), (64, 128)], ids=str)
 @pytest.mark.parametrize("op", ["kda", "gdn"])
 def test_values_on_a_gpu(op, dims):
     """Few states and many, which programs share differently; every way in which warps share the tokens."""
     for gates, batch, time in (("raw", 1, 1), ("raw", 64, 8), ("mixed", 3, 4), ("strong", 2, 6), ("weak", 64, 1)):
-        check(Call(op, gates, batch=batch, time=time, heads=8, key_dim=dims[0], value_dim=dims[1]), STATE_ON_GPU)
+        call = Call(op, gates, batch=batch, time=time, heads=8, key_dim=dims[0], value_dim=dims[1])
+        check(call, STATE_ON_GPU)
+        check_states(call, STATE_ON_GPU)
 
 
 @pytest.mark.gpu
@@ -125,6 +153,29 @@ def test_a_state_handed_on_token_by_token_gives_the_same_bits_as_one_call(op):
     np.testing.assert_array_equal(np.asarray(state), np.asarray(whole.final_state))
 
 
+@pytest.mark.parametrize("op", ["kda", "gdn"])
+def test_going_on_from_an_accepted_prefix_gives_the_bits_of_the_loop(op):
+    """Rows that accept 1, 2 and 3 of 3 drafted tokens get another token each."""
+    arrays, _ = inputs(Call(op, "raw", batch=3, time=4, heads=1, group=1))
+    main, more = split(arrays)
+    before = np.array(more["initial_state"])
+    state = more.pop("initial_state")
+    more |= {"beta_max": 1.0, "qk_norm": True, "implementation": "pallas"}
+    run = functools.partial(getattr(jfla, f"recurrent_{op}"), **more)
+    rows, accepted = np.arange(3), np.array([1, 2, 3])
+    tokens = lambda at: [x[:, at] for x in main]
+    with jfla.pallas.interpret():
+        _, states = run(*tokens(slice(0, 3)), initial_state=state, return_states=True)
+        np.testing.assert_array_equal(np.asarray(state), before)
+        followed = run(*tokens(slice(3, 4)), initial_state=states[rows, accepted - 1], return_final_state=True)
+        loop = [state]
+        for t in range(3):
+            loop.append(run(*tokens(slice(t, t + 1)), initial_state=loop[-1], return_final_state=True).final_state)
+        for row, n in enumerate(accepted):
+            alone = run(*tokens(slice(3, 4)), initial_state=loop[n], return_final_state=True)
+            jax.tree.map(lambda a, b, row=row: np.testing.assert_array_equal(a[row], b[row]), followed, alone)
+
+
 def test_the_caller_keeps_its_state_unless_it_gives_it_away():
     arrays, rest = inputs(Call("gdn", time=1))
     main, more = split(arrays)
@@ -134,9 +185,11 @@ def test_the_caller_keeps_its_state_unless_it_gives_it_away():
     np.testing.assert_array_equal(np.asarray(more["initial_state"]), before)
 
 
+@pytest.mark.parametrize("more", [{}, {"return_states": True}], ids=["last", "every"])
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_under_shard_map(check_vma):
+def test_under_shard_map(check_vma, more):
     arrays, rest = inputs(Call("gdn", batch=2, time=1))
+    rest |= more
     mesh = jax.make_mesh((1,), ("batch",), axis_types=(jax.sharding.AxisType.Auto,))
 
     def run(arrays):
@@ -150,9 +203,11 @@ def test_under_shard_map(check_vma):
     jax.tree.map(lambda x, y: np.testing.assert_array_equal(*(np.asarray(z, np.float32) for z in (x, y))), got, want)
 
 
-def test_derivatives_and_batches():
+@pytest.mark.parametrize("every", [False, True])
+def test_derivatives_and_batches(every):
     call = Call("kda", "raw", batch=2, time=2)
     arrays, rest = inputs(call)
+    rest["return_states"] = every
 
     def run(arrays, implementation):
         main, more = split(arrays)

@@ -58,7 +58,12 @@ REPORT = pathlib.Path(__file__).with_name("h200_report.json")
 # The instructions that a kernel must not lose, by the start of their names in machine code.
 COUNTED = {"wgmma": "HGMMA", "copies in": "UTMALDG", "copies out": "UTMASTG", "exp2": "MUFU.EX2"}
 DECODE_COUNTED = {"16-byte loads": "LD.E.128", "16-byte stores": "ST.E.128"}
-DECODE_CONFIGURATIONS = [("kda", (128, 128), 1, 64), ("kda", (64, 128), 8, 64), ("gdn", (128, 64), 3, 1)]
+DECODE_CONFIGURATIONS = [
+    ("kda", (128, 128), 1, 64, False),
+    ("kda", (64, 128), 8, 64, False),
+    ("gdn", (128, 64), 3, 1, False),
+    ("kda", (128, 128), 8, 256, True),
+]
 
 
 def facts(report: str, counted: dict[str, str]) -> dict[str, dict[str, int]]:
@@ -122,16 +127,20 @@ def test_kernels_compile_as_written_down(op, dims, raw, batch, capfd, monkeypatc
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize(("op", "dims", "time", "batch"), DECODE_CONFIGURATIONS)
-def test_the_decode_kernel_compiles_as_written_down(op, dims, time, batch, capfd, monkeypatch):
-    """No spilled register, and the state goes through device memory 16 bytes at a time: every float once each way."""
+@pytest.mark.parametrize(("op", "dims", "time", "batch", "every"), DECODE_CONFIGURATIONS)
+def test_the_decode_kernel_compiles_as_written_down(op, dims, time, batch, every, capfd, monkeypatch):
+    """No spilled register, and the state goes through device memory 16 bytes at a time: every float once each way.
+
+    Where `every` token's state is wanted, the loop over tokens has those stores, and there are no others.
+    """
     monkeypatch.setitem(os.environ, "MOSAIC_GPU_DUMP_PTXAS", "1")
     monkeypatch.setitem(os.environ, "MOSAIC_GPU_DUMP_SASS", "1")
     inputs, options = describe(op, *dims, raw=True, batch=batch)
     tokens = [jax.ShapeDtypeStruct((batch, time, *x.shape[2:]), x.dtype) for x in inputs[:5]]
     state = jax.ShapeDtypeStruct((batch, inputs.v.shape[2], *dims), jnp.float32)
     inputs = Inputs(*tokens, inputs.gate, state, None)
-    options = dataclasses.replace(options, return_final_state=True)
+    options = dataclasses.replace(options, return_final_state=True, return_states=every)
     compile_for_h200(lambda inputs: decode.apply(inputs, options, reference.recurrent.apply, False), inputs)
     now = facts("".join(capfd.readouterr()), DECODE_COUNTED)
-    check_report(f"{op} K{dims[0]} V{dims[1]}, decode T{time}, B{batch}", now, DECODE_COUNTED)
+    name = f"{op} K{dims[0]} V{dims[1]}, decode T{time}{', every state' if every else ''}, B{batch}"
+    check_report(name, now, DECODE_COUNTED)

@@ -1,11 +1,15 @@
 """The kernels on the CPU, in interpret mode with race detection: values and gradients against the recurrence."""
 
+import functools
+
 import jax
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import jfla
-from jfla.pallas import _config, _patterns
+from jfla.pallas import _config, _jobs, _patterns
+from jfla.pallas._walk import WalkConfig
 from pallas.kernels import TOLERANCE, Call, check, inputs, results
 
 CALLS = [
@@ -24,6 +28,31 @@ def test_values_and_gradients(call, monkeypatch):
         monkeypatch.setattr(_config, "MULTIPROCESSORS", 1)  # one program takes several chunks, and all of V
     with jfla.pallas.interpret():
         check(call, implementation="pallas")
+
+
+@pytest.mark.parametrize("op", ["kda", "gdn"])
+def test_preparing_beside_the_scan_gives_the_same_bits(op, monkeypatch):
+    """Without races, which interpret mode sees between programs; and what waits for stores before it tells of them."""
+    told, waited = [], []
+    monkeypatch.setattr(_jobs, "_semaphores", lambda chunks: chunks)
+    monkeypatch.setattr(_jobs.Handover, "tell", lambda self, _: (told.append(self.made), plgpu.wait_smem_to_gmem(0)))
+    monkeypatch.setattr(_jobs.Handover, "wait", lambda self, _: waited.append(self.made))
+    arrays, _ = inputs(Call(op, time=300, key_dim=128, value_dim=128))
+
+    def run(programs: int) -> jfla.DeltaRuleOutput:
+        monkeypatch.setattr(_config, "beside_config", lambda *_: (WalkConfig(v_block=64), programs))
+        call = functools.partial(getattr(jfla, f"chunk_{op}"), return_final_state=True, implementation="pallas")
+        with jfla.pallas.interpret():
+            return call(*(arrays[name] for name in ("q", "k", "v", "g", "beta")))
+
+    alone = run(0)
+    assert (1, 2, 5) not in told
+    jax.clear_caches()
+    beside = run(2)
+    assert (1, 2, 5) in told
+    assert (1, 2, 5) in waited
+    np.testing.assert_array_equal(alone.output.astype("float32"), beside.output.astype("float32"))
+    np.testing.assert_array_equal(alone.final_state, beside.final_state)
 
 
 def test_parts_of_time_walked_side_by_side_give_the_same(monkeypatch):
@@ -104,3 +133,12 @@ def test_a_cpu_is_refused_outside_interpret_mode():
     assert "CPU" in str(jfla.pallas.supported(x, x, x, x, beta))
     with jfla.pallas.interpret():
         assert jfla.pallas.supported(x, x, x, x, beta) is None
+
+
+@pytest.mark.parametrize(
+    ("op", "heads", "time", "v_block", "programs"),
+    [("gdn", 32, 8192, 64, 68), ("kda", 32, 8192, 128, 100), ("gdn", 64, 8192, 64, 0), ("kda", 8, 8192, 64, 0)],
+)
+def test_preparing_beside_the_scan_is_for_calls_that_leave_much_of_the_gpu_idle(op, heads, time, v_block, programs):
+    config, found = _config.beside_config(op, 128, 128, heads, time // 64)
+    assert (config.v_block, found) == (v_block, programs)

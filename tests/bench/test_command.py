@@ -1,0 +1,35 @@
+"""The command as a new user runs it: measures, draws, writes and merges."""
+
+import pathlib
+
+import pytest
+from typer.testing import CliRunner
+
+from jfla.bench import plot, results, shapes
+from jfla.bench.shapes import Shape
+from jfla.cli.app import app
+
+TINY = Shape(1, 64, 1, 8)
+
+
+def test_the_command_measures_draws_and_merges(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
+    """The whole of `jfla bench` on this machine, on one tiny shape."""
+    monkeypatch.setitem(shapes.SETS, "quick", (TINY,))
+    monkeypatch.setitem(plot.SHAPES, str(TINY), TINY)
+    run = lambda *arguments: CliRunner().invoke(app, arguments, env={"COLUMNS": "200", "TERM": "dumb"})
+    files = [tmp_path / "a.json", tmp_path / "b.json"]
+    figure, out = tmp_path / "times.png", tmp_path / "merged.json"
+    common = ("--set", "quick", "--pass", "backward", "--implementation", "scan", "--repeats", "1")
+    for op, path in zip(("kda", "gdn"), files):
+        done = run("bench", *common, "--op", op, "--json", str(path), "--plot", str(figure))
+        assert done.exit_code == 0, done.output
+        assert "forward+backward" in done.output
+    assert figure.stat().st_size > 10_000
+    done = run("bench-merge", *map(str, files), "--out", str(out))
+    assert done.exit_code == 0, done.output
+    assert "copy" in done.output
+    rows = results.read(out).rows
+    assert len(rows) == 6
+    assert all(row.ms > 0 and row.errors for row in rows)
+    out.write_text("{}")
+    assert run("bench-merge", str(files[0]), str(out), "--out", str(out)).exit_code == 2
