@@ -3,20 +3,25 @@
 from jfla.pallas import prepare_gdn
 from jfla.pallas._walk import WalkConfig
 
-SUPPORTED_DIMS = (64, 128)
+SUPPORTED_DIMS = (64, 128, 256)
 MULTIPROCESSORS = 132
 SHORTEST_PART, MOST_PARTS = 16, 16  # chunks; parts of time
 DECODE_TOKENS = 8  # of one call: its programs keep all of them in shared memory
 
 
 def prepare_gdn_config(key_dim: int, programs: int) -> prepare_gdn.PrepareConfig:
-    return prepare_gdn.PrepareConfig(workers=3, programs=programs)
+    return prepare_gdn.PrepareConfig(workers=3 if key_dim <= 128 else 2, programs=programs)
+
+
+def v_blocks(key_dim: int, value_dim: int) -> tuple[int, int]:
+    """The fewest and the most columns of V that one program walks: with K = 256, 64 fill its memory."""
+    return 64, 64 if key_dim > 128 else min(value_dim, 128)
 
 
 def scan_config(key_dim: int, value_dim: int, sequences: int) -> WalkConfig:
     """V is split over programs while that gives idle multiprocessors something to do."""
-    split = value_dim > 64 and sequences * 2 <= MULTIPROCESSORS
-    return WalkConfig(v_block=64 if split else min(value_dim, 128))
+    split = sequences * (value_dim // 64) <= MULTIPROCESSORS
+    return WalkConfig(v_blocks(key_dim, value_dim)[0 if split else 1])
 
 
 # Microseconds, measured: of one multiprocessor for preparing a chunk, alone or beside a scan; of a scan for a chunk.
@@ -35,7 +40,7 @@ def beside_config(op: str, key_dim: int, value_dim: int, sequences: int, n_chunk
         return config, 0
     alone_us, beside_us = _PREPARE_US[op]
     choices = [(total * alone_us / MULTIPROCESSORS + n_chunks * _SCAN_US[config.v_block], config, 0)]
-    for v_block in {64, min(value_dim, 128)}:
+    for v_block in set(v_blocks(key_dim, value_dim)):
         spare = MULTIPROCESSORS - sequences * (value_dim // v_block)
         if spare > 0:
             longest = max(total * beside_us / spare, n_chunks * _SCAN_US[v_block])

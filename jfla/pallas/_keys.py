@@ -40,7 +40,7 @@ class KeyOptions(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """The tiles of one chunk. q, k [blocks, C, 64] bf16 as the caller passed them; norms [2, blocks, C] float32.
+    """The tiles of one chunk. q, k [blocks, C, 64] bf16 as the caller passed them; norms [2, up to blocks, C] float32.
 
     They may be a part of the channels, a power of two of blocks, from block `first` on, a multiple of it.
     """
@@ -67,25 +67,27 @@ class Keys(NamedTuple):
             plgpu.copy_gmem_to_smem(self.view(source, b), target.at[b], barrier)
 
     def measure(self, b: Any, arrays: KeyArrays | None = None) -> None:
-        """Leaves the squared norms of the rows of a block where everybody finds them.
+        """Leaves the squared norms of rows where everybody finds them: of block b, and of others if `norms` has fewer.
 
-        With `arrays`, those of the blocks of all other parts that b stands for are in them.
+        With `arrays` also of the blocks that are not among the tiles.
         """
+        step, blocks = self.norms.shape[1], self.blocks if arrays is None else arrays.q.shape[-1] // BLOCK
         for which, tiles in enumerate((self.q, self.k)):
-            blocks = [load(tiles.at[b])]
-            if arrays is not None:
-                source = arrays[which]
-                others = range(self.blocks, source.shape[-1] // BLOCK, self.blocks)
-                blocks += [plgpu.load(self.view(source, b ^ n), layout=WGMMA, optimized=False) for n in others]
-            squares = [y.astype(F32) * y.astype(F32) for y in blocks]
-            self.norms.at[which, b][...] = jnp.sum(sum(squares[1:], start=squares[0]), axis=1)
+            total = zeros(CHUNK, BLOCK)
+            for n in range(0, blocks, step):
+                if arrays is None or n < self.blocks:
+                    y = load(tiles.at[b ^ n])
+                else:
+                    y = plgpu.load(self.view(arrays[which], b ^ n), layout=WGMMA, optimized=False)
+                total += y.astype(F32) * y.astype(F32)
+            self.norms.at[which, b][...] = jnp.sum(total, axis=1)
 
     def scale(self, which: int) -> float:
         return self.options.scale if which == Q else 1.0
 
     def factor(self, which: int, layout: Any = ROWS) -> jax.Array:
         """[C]: 1 / norm of each row of q or k, under qk_norm."""
-        total = sum(plgpu.load(self.norms.at[which, b], layout=layout) for b in range(self.blocks))
+        total = sum(plgpu.load(self.norms.at[which, b], layout=layout) for b in range(self.norms.shape[1]))
         return lax.rsqrt(total + NORM_EPSILON)
 
     def reread(self, which: int, source: Any, b: Any) -> jax.Array:

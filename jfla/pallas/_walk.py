@@ -1,9 +1,9 @@
 """Walks a state over the chunks of a sequence, forward or in reverse: the shape that all scan kernels share.
 
 One program per walk, sequence, value head, part of time and block of V. Each compute warpgroup owns 64 columns of V and
-keeps its state transposed, [V, K], in the accumulators of the tensor cores, from where it is also the left operand: it
-never leaves the registers, and everything else is transposed with it. One more warpgroup issues the copies, chunks
-ahead. Walks that do not depend on each other share one grid: alone, one seldom fills the GPU.
+keeps its state transposed, [V, K], in the accumulators of the tensor cores, from where it is also the left operand (up
+to K = 128): it never leaves the registers, and everything else is transposed with it. One more warpgroup issues the
+copies, chunks ahead. Walks that do not depend on each other share one grid: alone, one seldom fills the GPU.
 """
 
 import math
@@ -20,6 +20,8 @@ from jfla._types import CHUNK
 from jfla.pallas._jobs import Handover, Job, Promise
 from jfla.pallas._operands import BLOCK, Decays, Operands, Place, decay_buffer
 from jfla.pallas._tile import F32, SHARED_MEMORY, WGMMA, tile_buffer, transposed
+
+MOST_IN_REGISTERS = 128  # the K up to which the state fits there twice, in float32 and as left operand
 
 
 class WalkConfig(NamedTuple):
@@ -39,6 +41,7 @@ class Tiles(NamedTuple):
     a_qk: Any
     inverse: Any
     values: Any  # [C, 64]: this warpgroup's columns of v or do
+    state: Any  # [64, K]: where the matmuls read the state, for the K that registers are too few for; or None
 
 
 Emit = Callable[[int, jax.Array], None]
@@ -56,13 +59,14 @@ class Arrays(NamedTuple):
     inverse: Any
     values: Any  # [B, T, HV, V]
     initial: Any
+    zero: Any  # [1], a 0 that the compiler cannot know (see Turn); where registers are few
 
 
 class Walk(NamedTuple):
     """`state = step(state, tiles, emit)` over the chunks, from the first or, in reverse, from the last.
 
     `emit(i, x)` writes the chunk's part of emits[i]: x [V, C] into rows of [B, T, HV, V], or x [V, K] into a tile of
-    [B, HV, N, V, K].
+    [B, HV, N, V, K], which comes first and passes through `Tiles.state` if there is one.
     """
 
     step: Step
@@ -70,13 +74,18 @@ class Walk(NamedTuple):
     emits: tuple[jax.ShapeDtypeStruct, ...]
     reverse: bool = False
 
+    @property
+    def emits_states(self) -> bool:
+        return any(len(e.shape) == 5 for e in self.emits[:1])
+
 
 def arrays(
     op: Operands, values: jax.Array, initial: jax.Array, a_qk: Any, inverse: Any, queries: bool = True
 ) -> Arrays:
     """`initial` [B, HV, P, V, K] float32, one for each of P parts of time. `queries`: whether the steps use q."""
     k_out = None if len(op.decay.shape) == 5 else op.k_out
-    return Arrays(op.k_in, op.decay, op.q_in if queries else None, k_out, a_qk, inverse, values, initial)
+    zero = jnp.zeros(1, jnp.int32) if initial.shape[-1] > MOST_IN_REGISTERS else None
+    return Arrays(op.k_in, op.decay, op.q_in if queries else None, k_out, a_qk, inverse, values, initial, zero)
 
 
 class Spot(NamedTuple):
@@ -101,6 +110,7 @@ class Program(NamedTuple):
     last: Any
     s: Arrays  # in shared memory; values [stages, workers, C, 64]
     staging: list[Any]
+    state: Any  # [workers, 64, K]: see Tiles
     full: Any  # barriers, of every stage
     empty: Any
 
@@ -134,18 +144,23 @@ class Program(NamedTuple):
         at = lambda ref: None if ref is None else ref.at[slot]
         scalar = len(self.walk.arrays.decay.shape) == 5
         k_in, k_out = at(self.s.k_in), at(self.s.k_in if scalar else self.s.k_out)
-        decays = Decays(scalar, at(self.s.decay))
-        return Tiles(
-            decays, at(self.s.q_in), k_in, k_out, at(self.s.a_qk), at(self.s.inverse), self.s.values.at[slot, worker]
-        )
+        decays, state = Decays(scalar, at(self.s.decay)), None if self.state is None else self.state.at[worker]
+        pairs, values = (at(self.s.a_qk), at(self.s.inverse)), self.s.values.at[slot, worker]
+        return Tiles(decays, at(self.s.q_in), k_in, k_out, *pairs, values, state)
 
     def compute(self, worker: Any) -> None:
         """What a compute warpgroup does."""
-        plgpu.set_max_registers(232, action="increase")
+        plgpu.set_max_registers(232 if self.state is None else 248, action="increase")
         place = self.place(0)
         at = (place.batch, place.head, self.spot.part, self.columns(worker))
         state = plgpu.load(self.here.initial.at[at], layout=WGMMA, optimized=False)
-        self.last.at[at][...] = lax.fori_loop(0, self.chunks[1], lambda i, state: self.chunk(i, state, worker), state)
+
+        def step(i: Any, carry: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
+            state, zero = carry
+            return self.chunk(i, state, worker + zero), zero & i
+
+        zero = jnp.int32(0) if self.here.zero is None else self.here.zero[0]
+        self.last.at[at][...] = lax.fori_loop(0, self.chunks[1], step, (state, zero))[0]
         plgpu.wait_smem_to_gmem(0)
 
     def chunk(self, i: Any, state: jax.Array, worker: Any) -> jax.Array:
@@ -186,7 +201,7 @@ class Program(NamedTuple):
 
     def load(self) -> None:
         """What the warpgroup that issues copies does."""
-        plgpu.set_max_registers(40, action="decrease")
+        plgpu.set_max_registers(40 if self.state is None else 80, action="decrease")
         length, stages = self.chunks[1], self.config.stages
         for i in range(stages):
 
@@ -209,7 +224,7 @@ class Program(NamedTuple):
 
 def walk(walks: tuple[Walk, ...], *, config: WalkConfig, name: str) -> Promise:
     """Of every walk: what was emitted, then the last states [B, HV, P, V, K] float32. All are of one shape."""
-    batch, heads, parts, value_dim, _ = walks[0].arrays.initial.shape
+    batch, heads, parts, value_dim, key_dim = walks[0].arrays.initial.shape
     config = config._replace(v_block=min(config.v_block, value_dim))
     stages, buffers = _buffers(walks, config)
     config, workers = config._replace(stages=stages), config.v_block // BLOCK
@@ -221,14 +236,16 @@ def walk(walks: tuple[Walk, ...], *, config: WalkConfig, name: str) -> Promise:
     def body(refs: list[Any], scratch: Any, program: Any, handover: Handover) -> None:
         arrived, *barriers = scratch
         here, outs = structure.unflatten(refs[: len(sources)]), outs_structure.unflatten(refs[len(sources) :])
-        tiles, staging = arrived[: len(Arrays._fields)], arrived[len(Arrays._fields) :]
+        tiles, (*staging, state) = arrived[: len(Arrays._fields)], arrived[len(Arrays._fields) :]
+        if key_dim > MOST_IN_REGISTERS and walks[0].emits_states:
+            state = staging[0]
         wg, spot = lax.axis_index("wg"), _spot(grid, program)
 
         def go(i: int) -> None:
             *emits, last = outs[i]
             full, empty = barriers[2 * i : 2 * i + 2]
             at_work = Program(
-                walks[i], config, spot, handover, here[i], emits, last, Arrays(*tiles), staging, full, empty
+                walks[i], config, spot, handover, here[i], emits, last, Arrays(*tiles), staging, state, full, empty
             )
             pl.when(wg < workers)(lambda: at_work.compute(wg))
             pl.when(wg == workers)(at_work.load)
@@ -239,8 +256,8 @@ def walk(walks: tuple[Walk, ...], *, config: WalkConfig, name: str) -> Promise:
         pl.when(wg > workers)(lambda: plgpu.set_max_registers(40, action="decrease"))
 
     def barriers(w: Walk) -> tuple[Any, Any]:
-        # Everything is one copy but the initial state, which is none, and the values, one for every worker.
-        copies = sum(x is not None for x in w.arrays) - 2 + workers
+        # Everything is one copy but the initial state and zero, which are none, and the values, one for every worker.
+        copies = sum(x is not None for x in w.arrays[:-2]) - 1 + workers
         full = plgpu.Barrier(num_arrivals=copies, num_barriers=stages)
         return full, plgpu.Barrier(num_arrivals=workers, num_barriers=stages)
 
@@ -267,7 +284,10 @@ def _spot(grid: Spot, program: Any) -> Spot:
 
 
 def _buffers(walks: tuple[Walk, ...], config: WalkConfig) -> tuple[int, tuple[Any, ...]]:
-    """The chunks in flight, as there is room for; what any of the walks reads of each; tiles for what is emitted."""
+    """The chunks in flight, as there is room for; what any of the walks reads of each; tiles for what is emitted.
+
+    And one for the state, if it needs one of its own.
+    """
     key_dim, workers = walks[0].arrays.initial.shape[-1], config.v_block // BLOCK
     used = Arrays(*(any(x is not None for x in field) for field in zip(*(w.arrays for w in walks))))
 
@@ -283,10 +303,15 @@ def _buffers(walks: tuple[Walk, ...], config: WalkConfig) -> tuple[int, tuple[An
             inverse=pairs(used.inverse),
             values=tile_buffer(stages, workers, CHUNK, BLOCK),
             initial=None,
+            zero=None,
         )
 
     emitted = [(BLOCK, key_dim) if len(e.shape) == 5 else (CHUNK, BLOCK) for e in walks[0].emits]
-    staging = tuple(tile_buffer(workers, *shape) for shape in emitted)
+    own = key_dim > MOST_IN_REGISTERS and not walks[0].emits_states
+    staging = (
+        *(tile_buffer(workers, *shape) for shape in emitted),
+        tile_buffer(workers, BLOCK, key_dim) if own else None,
+    )
     size = lambda buffers: sum(math.prod(b.shape) * jnp.dtype(b.dtype).itemsize for b in buffers if b is not None)
     stages = min(config.stages, (SHARED_MEMORY - size(staging)) // size(read(1)))
     return stages, (*read(stages), *staging)

@@ -79,8 +79,9 @@ def layouts(time: int, key_dim: int, v_block: int) -> Layouts:
     state = plgpu.Layout.TILED(plgpu.Tiling(tiles), warp_dims=(-5,), lane_dims=(-4, -3), vector_dim=-1)
     apart = math.gcd(time, _WARPS)
     copies = (plgpu.Replicated(_WARPS // apart),) if apart < _WARPS else ()
+    row = min(key_dim, _LANES * _VECTOR)
     keys = plgpu.Layout.TILED(
-        plgpu.Tiling(((apart, key_dim), (key_dim // _LANES,))),
+        plgpu.Tiling(((apart, row), (row // _LANES,))),
         warp_dims=((-3,) if apart > 1 else ()) + copies,
         lane_dims=(-2,),
         vector_dim=-1,

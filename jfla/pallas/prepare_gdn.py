@@ -94,8 +94,7 @@ def write_factors(w: Worker) -> None:
     before = jnp.sum(jnp.where(w.lower(0), columns, zeros(CHUNK, CHUNK)), axis=1)
     w.before[...] = before
     if keys.options.qk_norm:
-        for b in range(keys.blocks):
-            keys.measure(b)
+        keys.measure(0)
     plgpu.commit_smem()
     last = plgpu.layout_cast(lax.broadcast_in_dim(w.before[CHUNK - 1], (CHUNK,), []), ROWS)
     q_in, k_in, k_out = jnp.exp2(before) * keys.options.scale, jnp.exp2(before), jnp.exp2(last - before)
@@ -193,7 +192,7 @@ def prepare_gdn(q: jax.Array, k: jax.Array, tokens: TokenArrays, options: KeyOpt
             tile_buffer(1 + SQUARES, CHUNK, BLOCK, dtype=F16) if with_pairs else None,
             tiles(blocks) if with_keys else None,
             tiles(blocks) if with_keys else None,
-            vector(2, blocks),
+            vector(2, 1),
             tiles(dtype=F16) if with_pairs else None,
             tiles(dtype=F16) if with_pairs else None,
             vector(),

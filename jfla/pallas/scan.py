@@ -9,8 +9,12 @@ and with dS at a chunk's end
 Everything is transposed, [V, C] and [V, K]: see _walk.py.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfla._types import CHUNK
 from jfla.pallas._jobs import Promise, run
@@ -24,13 +28,26 @@ def _values(x: Tiles) -> tuple[jax.Array, jax.Array | None]:
     return load(transposed(x.values)).astype(F32), x.decays.factor(K_IN)
 
 
+def _left(state: jax.Array, x: Tiles, emit: Emit | None = None) -> tuple[Any, Callable[[], None]]:
+    """The state as left operand; and what is left to do for `emit` to have it, best while the tensor cores work."""
+    state16 = state.astype(BF16)
+    if x.state is None:
+        return state16, lambda: None if emit is None else emit(0, state16)
+    if emit is None:
+        x.state[...] = state16
+    else:
+        emit(0, state16)
+    plgpu.commit_smem()
+    return x.state, lambda: None
+
+
 def output_scan(op: Operands, pairs: Pairs, v: jax.Array, initial: jax.Array, config: WalkConfig) -> Promise:
     """o [B, T, HV, V] and the states after each part of time, transposed, [B, HV, P, V, K]."""
 
     def step(state: jax.Array, x: Tiles, emit: Emit) -> jax.Array:
-        state16 = state.astype(BF16)
+        left, _ = _left(state, x)
         (known, read), (values, k_in) = dots_while(
-            lambda: _values(x), [(state16, transposed(x.k_in))], [(state16, transposed(x.q_in))]
+            lambda: _values(x), [(left, transposed(x.k_in))], [(left, transposed(x.q_in))]
         )
         error = (values - times(known, k_in)).astype(BF16)
         (v_new,), (state, read, k_out) = dots_while(
@@ -56,15 +73,14 @@ def states_walk(op: Operands, pairs: Pairs, v: jax.Array, initial: jax.Array) ->
 
 def _advance(state: jax.Array, x: Tiles, emit: Emit | None, writing: bool = True) -> jax.Array:
     """One chunk: the next state. Not `writing`, the tokens only erase: v = 0."""
-    state16 = state.astype(BF16)
+    left, emit_state = _left(state, x, emit)
 
     def meanwhile() -> tuple[jax.Array, jax.Array | None]:
-        if emit is not None:
-            emit(0, state16)
+        emit_state()
         values, k_in = _values(x)
         return (values if writing else zeros(*values.shape)), k_in
 
-    (known,), (values, k_in) = dots_while(meanwhile, [(state16, transposed(x.k_in))])
+    (known,), (values, k_in) = dots_while(meanwhile, [(left, transposed(x.k_in))])
     error = (values - times(known, k_in)).astype(BF16)
     (v_new,), (state, k_out) = dots_while(
         lambda: (x.decays.state(state), x.decays.factor(K_OUT)), [(error, transposed(x.inverse))]
@@ -82,14 +98,16 @@ def adjoints_walk(op: Operands, pairs: Pairs, do: jax.Array, dfinal: jax.Array) 
 
 def _retreat(dstate: jax.Array, x: Tiles, emit: Emit | None) -> jax.Array:
     """One chunk in reverse: the cotangent of the state before it."""
-    dstate16, do = dstate.astype(BF16), load(transposed(x.values))
+    (left, emit_state), do = _left(dstate, x, emit), load(transposed(x.values))
+    few_registers = x.state is not None
 
     def meanwhile() -> tuple[jax.Array, jax.Array | None]:
-        if emit is not None:
-            emit(0, dstate16)
-        return x.decays.tokens(do.astype(F32), Q_IN).astype(BF16), x.decays.factor(K_OUT)
+        emit_state()
+        read = x.decays.tokens(do.astype(F32), Q_IN).astype(BF16)
+        return read, None if few_registers else x.decays.factor(K_OUT)
 
-    (ahead, dv_new), (read, k_out) = dots_while(meanwhile, [(dstate16, transposed(x.k_out))], [(do, x.a_qk)])
+    (ahead, dv_new), (read, k_out) = dots_while(meanwhile, [(left, transposed(x.k_out))], [(do, x.a_qk)])
+    k_out = x.decays.factor(K_OUT) if few_registers else k_out
     dv_new = (dv_new + times(ahead, k_out)).astype(BF16)
     (dv,), (dstate, k_in) = dots_while(lambda: (x.decays.state(dstate), x.decays.factor(K_IN)), [(dv_new, x.inverse)])
     if emit is not None:
