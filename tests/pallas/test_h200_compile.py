@@ -41,9 +41,9 @@ def compile_for_h200(function, *arguments) -> None:
 
 
 def describe(op: str, key_dim: int, value_dim: int, raw: bool, batch: int) -> tuple[Inputs, Options]:
-    """A call's shapes; batch decides whether V is split over programs."""
+    """A call's shapes; batch decides whether V is split over programs; 16 prepare beside the scan."""
     shape = jax.ShapeDtypeStruct
-    time, heads = 128, 2
+    time, heads = 512 if batch == 16 else 128, 2
     gate_dim = key_dim if op == "kda" else 1
     queries, values = (shape((batch, time, heads, d), jnp.bfloat16) for d in (key_dim, value_dim))
     gate = jfla.SoftplusGate(shape((heads,), jnp.float32), None) if raw else None
@@ -53,7 +53,18 @@ def describe(op: str, key_dim: int, value_dim: int, raw: bool, batch: int) -> tu
     return inputs, Options(0.1, None, raw, not raw, None)
 
 
-CONFIGURATIONS = [((64, 64), True, 64), ((128, 128), True, 1), ((128, 128), False, 64), ((64, 128), True, 64)]
+CONFIGURATIONS = [
+    (op, dims, raw, batch)
+    for op in ("kda", "gdn")
+    for dims, raw, batch in (
+        ((64, 64), True, 64),
+        ((128, 128), True, 1),
+        ((128, 128), False, 64),
+        ((64, 128), True, 64),
+        ((128, 128), False, 16),
+        ((128, 256) if op == "kda" else (256, 256), False, 1),
+    )
+]
 REPORT = pathlib.Path(__file__).with_name("h200_report.json")
 # The instructions that a kernel must not lose, by the start of their names in machine code.
 COUNTED = {"wgmma": "HGMMA", "copies in": "UTMALDG", "copies out": "UTMASTG", "exp2": "MUFU.EX2"}
@@ -100,8 +111,9 @@ def check_report(name: str, now: dict[str, dict[str, int]], counted: dict[str, s
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize(("dims", "raw", "batch"), CONFIGURATIONS)
-@pytest.mark.parametrize("op", [pytest.param(op, marks=pytest.mark.xdist_group(op)) for op in ("kda", "gdn")])
+@pytest.mark.parametrize(
+    ("op", "dims", "raw", "batch"), [pytest.param(*x, marks=pytest.mark.xdist_group(x[0])) for x in CONFIGURATIONS]
+)
 def test_kernels_compile_as_written_down(op, dims, raw, batch, capfd, monkeypatch):
     """No kernel spills more than `h200_report.json` says, or has lost an instruction of the tensor cores or of TMA.
 
