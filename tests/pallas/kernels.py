@@ -38,7 +38,7 @@ class Call:
     value_dim: int = 64
     segments: int = 0
     dtype: str = "bfloat16"
-    betas: str = "usual"  # or "edge": 0, 1 and 2
+    betas: str = "usual"  # or "edge": 0, 1 and 2, or "signed": -1 .. 1
     repeated_keys: bool = False
 
     def __str__(self) -> str:
@@ -63,6 +63,8 @@ def inputs(call: Call) -> tuple[dict[str, Any], dict[str, Any]]:
     beta = jax.nn.sigmoid(normal(value_heads))
     if call.betas == "edge":
         beta = jax.random.choice(next(keys), jnp.array([0.0, 1.0, 2.0]), beta.shape)
+    if call.betas == "signed":
+        beta = 2 * beta - 1
     arrays = {"q": unit(q), "k": unit(k), "v": v}
     arrays = {name: x.astype(call.dtype) for name, x in arrays.items()} | {"g": g, "beta": beta}
     rest: dict[str, Any] = {}
