@@ -1,13 +1,21 @@
-"""What the kernel tests share: calls that cover the kernels, and their errors against the recurrence in float64."""
+"""What the kernel tests share: calls that cover the kernels, and what is right for them, in float64."""
 
 import dataclasses
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import jfla
+from jfla import gradients
+from jfla._types import CHUNK, Inputs, Options
+from jfla._validate import DEFAULTS, validate
+from jfla.gates import l2norm
+from jfla.pallas._arrays import KernelArrays, kernel_arrays
+from jfla.prepare import ChunkInputs, prepare_chunks
+from jfla.reference import chunked
 
 # Relative errors that 16-bit inputs may cost, by tensor.
 TOLERANCE = {
@@ -30,7 +38,7 @@ class Call:
     value_dim: int = 64
     segments: int = 0
     dtype: str = "bfloat16"
-    betas: str = "usual"  # or "edge": 0, 1 and 2
+    betas: str = "usual"  # or "edge": 0, 1 and 2, or "signed": -1 .. 1
     repeated_keys: bool = False
 
     def __str__(self) -> str:
@@ -55,6 +63,8 @@ def inputs(call: Call) -> tuple[dict[str, Any], dict[str, Any]]:
     beta = jax.nn.sigmoid(normal(value_heads))
     if call.betas == "edge":
         beta = jax.random.choice(next(keys), jnp.array([0.0, 1.0, 2.0]), beta.shape)
+    if call.betas == "signed":
+        beta = 2 * beta - 1
     arrays = {"q": unit(q), "k": unit(k), "v": v}
     arrays = {name: x.astype(call.dtype) for name, x in arrays.items()} | {"g": g, "beta": beta}
     rest: dict[str, Any] = {}
@@ -107,3 +117,108 @@ def check(call: Call, **named: Any) -> None:
     found = errors(call, **named)
     over = {name: f"{e:.1e} > {TOLERANCE[name]:.1e}" for name, e in found.items() if not e <= TOLERANCE[name]}
     assert not over, f"{call}: {over}"
+
+
+class Stages(NamedTuple):
+    """One call: what the kernels read of it, and what their twins make of the same numbers in float64."""
+
+    inputs: Inputs
+    options: Options
+    arrays: KernelArrays
+    x: ChunkInputs
+    op: gradients.Operands
+    pair: chunked.Pairwise
+
+
+@functools.cache
+def stages(call: Call) -> Stages:
+    arrays, rest = inputs(call)
+    if "a_log" in arrays:
+        rest["gate"] = jfla.SoftplusGate(arrays.pop("a_log"), arrays.pop("dt_bias"))
+    given, options = validate(call.op, **(DEFAULTS | arrays | rest))
+
+    @jax.jit
+    def twins(given: Inputs) -> tuple[Any, ...]:
+        x = prepare_chunks(given, options)
+        return x, gradients.operands(x), chunked.pairwise(x)
+
+    with jax.enable_x64(True), jax.default_matmul_precision("highest"):
+        return Stages(given, options, kernel_arrays(given, options), *twins(exact(given)))
+
+
+def exact(tree: Any) -> Any:
+    """In float64; inside jax.enable_x64."""
+    return jax.tree.map(lambda a: a.astype("float64") if jnp.issubdtype(a.dtype, jnp.floating) else a, tree)
+
+
+def rounded(tree: Any, dtype: str = "bfloat16") -> Any:
+    return jax.tree.map(lambda a: a.astype(dtype), tree)
+
+
+def to_chunks(a: Any) -> np.ndarray:
+    """[B, T, HV, D] to [B, HV, N, C, D], in float64."""
+    a = np.asarray(a, np.float64)
+    return np.moveaxis(a.reshape(a.shape[0], -1, CHUNK, *a.shape[2:]), 3, 1)
+
+
+def to_tokens(a: jax.Array) -> jax.Array:
+    """The way back, in the dtype of a."""
+    a = jnp.moveaxis(a, 1, 3)
+    return a.reshape(a.shape[0], -1, *a.shape[3:])
+
+
+def worst(got: Any, want: Any) -> float:
+    """The largest error in any chunk, [B, HV, N, ...], beside the chunk's largest element; NaN where there is one."""
+    got, want = (np.asarray(a, np.float64) for a in (got, want))
+    assert got.shape == want.shape
+    largest = lambda a: np.abs(a.reshape(*a.shape[:3], -1)).max(axis=-1)
+    return float(np.max(largest(got - want) / np.maximum(largest(want), 1e-6)))
+
+
+def cotangents(s: Stages) -> tuple[jax.Array, jax.Array]:
+    """Of the output, [B, T, HV, V] in whole chunks with 0 on the tail, and of the last state, [B, HV, 1, V, K]."""
+    first, second = jax.random.split(jax.random.key(7))
+    do = jax.random.normal(first, s.arrays.v.shape, "float32").at[:, s.inputs.q.shape[1] :].set(0)
+    return rounded(do), jax.random.normal(second, s.arrays.initial.shape, "float32")
+
+
+class Scanned(NamedTuple):
+    """What the twin's two scans leave, in float64."""
+
+    states: jax.Array
+    v_new: jax.Array
+    dends: jax.Array
+    dv: jax.Array
+    dfirst: jax.Array
+
+
+def twin_scans(s: Stages, op: gradients.Operands, pair: chunked.Pairwise) -> Scanned:
+    @jax.jit
+    def both(x: ChunkInputs, do: jax.Array, dlast: jax.Array) -> Scanned:
+        states, v_new, _ = chunked.state_scan(x, op, pair)
+        _, dv_local = chunked.output_adjoint(pair, v_new, do)
+        return Scanned(states, v_new, *chunked.state_adjoint_scan(x, op, pair, do, dv_local, dlast))
+
+    do, dlast = cotangents(s)
+    with jax.enable_x64(True), jax.default_matmul_precision("highest"):
+        x = s.x._replace(beta=jnp.ones_like(s.x.beta))
+        return both(x, jnp.asarray(to_chunks(do)), jnp.moveaxis(exact(dlast).mT, 2, 1))
+
+
+def twin_gradients(s: Stages, left: Scanned) -> tuple[jax.Array, ...]:
+    """dq and dk of what the caller passed, for every value head; dg of the decay; dv . v_new."""
+
+    def caller(q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
+        norm = l2norm if s.options.qk_norm else lambda a: a
+        return norm(q) * s.options.scale, norm(k)
+
+    @jax.jit
+    def of(x: ChunkInputs, left: Scanned, do: jax.Array, rows: list[jax.Array]) -> tuple[jax.Array, ...]:
+        d_a_qk, _ = chunked.output_adjoint(s.pair, left.v_new, do)
+        y = left.dv / jnp.where(x.beta == 0, 1, x.beta)[..., None]
+        found = gradients.chunk_gradients(x, s.op, left.states, left.v_new, do, d_a_qk, left.dends, y)
+        return *jax.vjp(caller, *rows)[1](found[:2]), found[3], jnp.sum(left.dv * left.v_new, axis=-1)
+
+    with jax.enable_x64(True), jax.default_matmul_precision("highest"):
+        rows = [jnp.repeat(to_chunks(a), s.x.q.shape[1] // a.shape[2], axis=1) for a in s.arrays[:2]]
+        return of(s.x, left, jnp.asarray(to_chunks(cotangents(s)[0])), rows)
