@@ -247,7 +247,7 @@ def walk(walks: tuple[Walk, ...], *, config: WalkConfig, name: str) -> Promise:
             at_work = Program(
                 walks[i], config, spot, handover, here[i], emits, last, Arrays(*tiles), staging, state, full, empty
             )
-            pl.when(wg < workers)(lambda: at_work.compute(wg))
+            pl.when(wg < workers)(lambda: at_work.compute(wg if workers > 1 else jnp.int32(0)))
             pl.when(wg == workers)(at_work.load)
 
         for i in range(len(walks)):
