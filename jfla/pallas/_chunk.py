@@ -172,8 +172,8 @@ class Chunk(NamedTuple):
         return self.s.states.at[lax.rem(self.me, jnp.int32(self.keys.blocks)), self.at(n)]
 
     def scratch(self, n: int) -> Any:
-        """A tile that is free once the states are read (0, 1) or once both warpgroups have met them (2, 3)."""
-        return self.state(n) if n < 2 else (self.s.do, self.s.dv)[n - 2].at[self.me]
+        """A tile that is free once S is read (0, 1), once both warpgroups have (2, 3), or once dS is read (4, 5)."""
+        return self.state(n if n < 2 else n - 2) if n not in (2, 3) else (self.s.do, self.s.dv)[n - 2].at[self.me]
 
     def split(self, z: jax.Array, first: int = 0) -> list[Any]:
         """z as two bf16 tiles, in scratch `first` and the next."""

@@ -32,7 +32,7 @@ def _unsupported_chunk(inputs: Inputs, options: Options) -> str | None:
         return 'initial or final states per segment need the aligned grid of "xla"'
     key_dim, gate_dim = inputs.q.shape[-1], inputs.g.shape[-1]
     if key_dim == gate_dim == 256:
-        return f"K = {key_dim} with a decay for each channel ; what a chunk needs of KDA fits up to K = 128"
+        return f"K = {key_dim} with a decay for each channel (KDA): a chunk fits into shared memory up to K = 128"
     return _wrong_dtype(inputs, jnp.bfloat16, jnp.float16)
 
 

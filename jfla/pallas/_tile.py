@@ -118,12 +118,13 @@ def shift(x: jax.Array, bits: Any) -> jax.Array:
     return lax.shift_right_logical(x, jnp.broadcast_to(jnp.int32(bits), x.shape))
 
 
-def apart(level: Any) -> jax.Array:
+def apart(level: Any, zero: Any = 0) -> jax.Array:
     """0 for two tokens of one block of 2^level, 1 for tokens of the two halves of a block of 2 * 2^level, else more.
 
-    Shifted one by one: in a loop over levels the exclusive or of the two indices would be kept in 32 registers.
+    Shifted one by one: in a loop over levels the exclusive or of the two indices would be kept in 32 registers. So
+    would be the indices, from one use to the next, without a `zero` that the compiler does not know.
     """
-    return shift(index(0), level) ^ shift(index(1), level)
+    return shift(index(0) + zero, level) ^ shift(index(1) + zero, level)
 
 
 SQUARES = 6  # levels of doubling: blocks of 1, 2, 4 .. 32
@@ -156,8 +157,7 @@ class Inverse(NamedTuple):
         n = plgpu.load(self.lower, layout=WGMMA)
         if self.masks is not None:
             return n * plgpu.load(self.masks.at[level + 1 + self.zero], layout=WGMMA)
-        none, zero = zeros(CHUNK, CHUNK).astype(F16), self.zero * level
-        return jnp.where(shift(index(0) + zero, level) ^ shift(index(1) + zero, level) == 1, n, none)
+        return jnp.where(apart(level, self.zero * level) == 1, n, zeros(CHUNK, CHUNK).astype(F16))
 
     def diagonal(self) -> jax.Array:
         if self.masks is not None:

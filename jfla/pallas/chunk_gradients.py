@@ -33,6 +33,7 @@ from jfla.pallas._tile import (
     ROWS,
     apart,
     dot,
+    dots,
     index,
     load,
     pair_decay,
@@ -169,26 +170,25 @@ def by_halving(
     chunk: Chunk, levels: Any, grads: tuple[jax.Array, jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Adds what pairs give, for any gate: from one half of a block to the other all decays through the middle."""
-    none = zeros(CHUNK, CHUNK).astype(BF16)
-    across = lambda tile, level: jnp.where(apart(level) == 1, load(tile), none)
 
     def halving(i: Any, grads: tuple[jax.Array, jax.Array, jax.Array]):
         c = chunk._replace(zero=chunk.zero * i).anew(8)
-        k_tile, q_tile = c.scratch(0), c.scratch(1)
+        k_tile, q_tile, w_q, w_k = (c.scratch(n) for n in (0, 1, 4, 5))
         dq, dk, dg = grads
         level, step = LEVELS - 1 - i, 3 + i
+        across = apart(level) == 1
+        for which, tile in enumerate((w_q, w_k)):
+            tile[...] = jnp.where(across, load(c.s.weights.at[c.at(which)]), zeros(CHUNK, CHUNK).astype(BF16))
         e = jnp.exp2(c.exponent(step))
         k_tile[...] = (c.keys.read(K, c.me) * e).astype(BF16)
         q_tile[...] = (c.keys.read(Q, c.me) * e).astype(BF16)
         plgpu.commit_smem()
-        w_q, w_k = c.s.weights.at[c.at(0)], c.s.weights.at[c.at(1)]
-        late = dot(zeros(CHUNK, BLOCK), (across(w_q, c.anew(9).here + level), k_tile))
-        dq, z = dq + e * late, c.split(load(q_tile).astype(F32) * late, first=2)
-        both = dot(zeros(CHUNK, BLOCK), (across(w_k, c.anew(10).here + level), k_tile))
-        both = dot(both, (across(transposed(w_k), c.anew(11).here + level), k_tile))
-        both = dot(both, (across(transposed(w_q), c.anew(12).here + level), q_tile))
-        z += c.split(load(k_tile).astype(F32) * both)
-        return dq, dk + e * both, c.spread(dg, step, len(KDA_STEPS), z)
+        none = zeros(CHUNK, BLOCK)
+        late, both = dots(
+            (none, (w_q, k_tile)), (none, (w_k, k_tile), (transposed(w_k), k_tile), (transposed(w_q), q_tile))
+        )
+        z = c.split(load(q_tile).astype(F32) * late, first=2) + c.split(load(k_tile).astype(F32) * both)
+        return dq + e * late, dk + e * both, c.spread(dg, step, len(KDA_STEPS), z)
 
     pl.when(levels > 0)(lambda: chunk.fetch(3))
     return lax.fori_loop(0, levels, halving, grads)

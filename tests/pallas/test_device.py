@@ -17,6 +17,13 @@ CALLS = [
     for op in ("kda", "gdn")
     for gates, time, dtype in (("mixed", 300, "bfloat16"), ("raw", 64, "float16"), ("strong", 1, "bfloat16"))
 ]
+CALLS += [Call(op, "raw", time=1000, heads=16, key_dim=128, value_dim=128) for op in ("kda", "gdn")]  # in one launch
+CALLS += [
+    Call(op, gates, time=200, key_dim=key_dim, value_dim=256)
+    for op, key_dim in (("gdn", 256), ("gdn", 64), ("kda", 128))
+    for gates in ("strong", "raw")
+]
+CALLS += [Call("gdn", "mixed", time=200, key_dim=256, value_dim=64)]
 
 
 @pytest.mark.gpu
