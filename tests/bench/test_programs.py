@@ -68,9 +68,9 @@ def test_decoding_takes_the_kernel_where_there_is_one(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("case", "name", "reason"),
     [
-        (Case("kda", "forward", Shape(2, 64, 1, 256)), "pallas", "K = 256; the kernels take"),
-        (Case("gdn", "forward+backward", Shape(2, 64, 1, 256)), "pallas", "K = 256; the kernels take"),
-        (Case("kda", "scan+output", Shape(2, 64, 1, 256)), "pallas", "K = 256; the kernels take"),
+        (Case("kda", "forward", Shape(2, 64, 1, 256)), "pallas", "K = 256 with a decay for each channel"),
+        (Case("gdn", "forward+backward", Shape(2, 64, 1, 96)), "pallas", "K = 96; the kernels take"),
+        (Case("kda", "scan+output", Shape(2, 64, 1, 96)), "pallas", "K = 96; the kernels take"),
         (Case("kda", "decode", Shape(2, 1, 1, 256)), "pallas", ""),
         (Case("kda", "scan+output", Shape(1, 64, 1, 64)), "xla", "its stages are not kernels"),
         (Case("gdn", "decode", TOKEN), "scan", 'one token of the scan is "xla"'),

@@ -19,6 +19,7 @@ CALLS = [
     Call("gdn", "raw", batch=2, time=3, key_dim=128, value_dim=64, dtype="float16"),
     Call("gdn", "strong", time=1, key_dim=64, value_dim=64),
     Call("gdn", "weak", time=2, group=1, key_dim=128, value_dim=128, dtype="float32"),
+    Call("kda", "raw", time=2, group=1, key_dim=256, value_dim=256),
 ]
 
 
@@ -85,7 +86,7 @@ def test_the_state_after_every_token(call):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (128, 64), (64, 128)], ids=str)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (128, 64), (64, 128), (256, 256)], ids=str)
 @pytest.mark.parametrize("op", ["kda", "gdn"])
 def test_values_on_a_gpu(op, dims):
     """Few states and many, which programs share differently; every way in which warps share the tokens."""
@@ -230,7 +231,7 @@ def test_derivatives_and_batches(every):
     [
         ({"time": 9}, "T = 9"),
         ({"key_dim": 96}, "K = 96"),
-        ({"value_dim": 256}, "V = 256"),
+        ({"value_dim": 96}, "V = 96"),
         ({"segments": 2}, "segment_ids"),
     ],
 )
