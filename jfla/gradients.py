@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jfla.decay import decayed_dot_adjoint, sum_after, sum_after_adjoint, sum_before, sum_before_adjoint
+from jfla.decay import decayed_dot_adjoint, dot, sum_after, sum_after_adjoint, sum_before, sum_before_adjoint
 from jfla.prepare import ChunkInputs
 
 Pairs = Float[Array, "N B HV C C"]
@@ -59,17 +59,13 @@ def chunk_gradients(
     dbeta_k = drows[..., 1, :, :]
     dq = drows[..., 0, :, :] + dq_in
     dk = dk + x.beta[..., None] * dbeta_k + dk_in + dk_out
-    dbeta = _dot(dbeta_k, x.k) + _dot(y, error)
+    dbeta = dot(dbeta_k, x.k) + dot(y, error)
     dv = x.beta[..., None] * y
 
     keep = functools.partial(_sum_to_gate, gate_dim=x.g.shape[-1])
     dg = dg + sum_before_adjoint(keep(x.q * dq_in + x.k * dk_in)) + sum_after_adjoint(keep(x.k * dk_out))
-    dg = dg + (op.decay * keep(_dot(states, dends)))[..., None, :]
+    dg = dg + (op.decay * keep(dot(states, dends)))[..., None, :]
     return dq, dk, dv, dg, dbeta
-
-
-def _dot(a: Float[Array, "*batch D"], b: Float[Array, "*batch D"]) -> Float[Array, "*batch"]:
-    return (a * b) @ jnp.ones(a.shape[-1], a.dtype)
 
 
 def _sum_to_gate(x: Float[Array, "*batch K"], gate_dim: int) -> Float[Array, "*batch G"]:

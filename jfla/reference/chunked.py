@@ -102,26 +102,26 @@ def state_adjoint_scan(
     return dends, y, dinitial
 
 
-# The forward and the backward: their stages on `size` chunks at a time.
+# The forward and the backward.
 
 
-def _pairs(x: ChunkInputs, size: int) -> Pairwise:
-    return _in_groups(lambda _, x: (None, pairwise(x)), None, x, size)[1]
+def _pairs(x: ChunkInputs, one_by_one: bool) -> Pairwise:
+    return _through(lambda _, x: (None, pairwise(x)), None, x, one_by_one)[1]
 
 
-def _forward(x: ChunkInputs, initial: Carried, pair: Pairwise, size: int) -> tuple[Values, Carried]:
+def _forward(x: ChunkInputs, initial: Carried, pair: Pairwise, one_by_one: bool) -> tuple[Values, Carried]:
     def stages(state, xs):
         x, pair = xs
         op = operands(x)
         states, _, v_new, state = state_scan(x, state, op, pair)
         return state, outputs(op, pair, states, v_new)
 
-    final, output = _in_groups(stages, initial, (x, pair), size)
+    final, output = _through(stages, initial, (x, pair), one_by_one)
     return output, final
 
 
 def _backward(
-    x: ChunkInputs, initial: Carried, pair: Pairwise, do: Values, dfinal: Carried, size: int
+    x: ChunkInputs, initial: Carried, pair: Pairwise, do: Values, dfinal: Carried, one_by_one: bool
 ) -> tuple[ChunkInputs, Carried]:
     def again(state, xs):
         x, pair = xs
@@ -135,36 +135,37 @@ def _backward(
         dends, y, dstate = state_adjoint_scan(x, op, pair, do, dv_local, dstate)
         return dstate, chunk_gradients(x, op, states, error, v_new, do, d_a_qk, dends, y)
 
-    _, scanned = _in_groups(again, initial, (x, pair), size)
-    dinitial, gradients = _in_groups(stages, dfinal, (x, pair, do, scanned), size, reverse=True)
-    return ChunkInputs(*gradients, None), dinitial
+    _, scanned = _through(again, initial, (x, pair), one_by_one)
+    dinitial, gradients = _through(stages, dfinal, (x, pair, do, scanned), one_by_one, reverse=True)
+    return ChunkInputs(*gradients, slot=None), dinitial
 
 
-def _in_groups(stages: Callable, carry: Any, xs: Any, size: int, reverse: bool = False) -> tuple[Any, Any]:
-    """(carry, ys) of `stages` on `size` chunks after the other, from state to state."""
-    xs = jax.tree.map(lambda a: a.reshape(-1, size, *a.shape[1:]), xs)
-    carry, ys = lax.scan(stages, carry, xs, reverse=reverse)
-    return carry, jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), ys)
+def _through(stages: Callable, carry: Any, xs: Any, one_by_one: bool, reverse: bool = False) -> tuple[Any, Any]:
+    """(carry, ys) of `stages` on all chunks at once, or on one after the other, from state to state."""
+    if not one_by_one:
+        return stages(carry, xs)
+    carry, ys = lax.scan(stages, carry, jax.tree.map(lambda a: a[:, None], xs), reverse=reverse)
+    return carry, jax.tree.map(lambda a: a[:, 0], ys)
 
 
-def _all_at_once(stages: Callable, x: ChunkInputs, *rest: Any) -> Any:
-    """`stages` on all chunks side by side, but for the scans over states."""
-    return stages(x, *rest, size=x.beta.shape[0])
+def _by_platform(stages: Callable, *args: Any) -> Any:
+    """One by one on a CPU, where what lies between the stages then stays in the cache; all at once elsewhere."""
+    one_by_one, at_once = (functools.partial(stages, one_by_one=choice) for choice in (True, False))
+    return lax.platform_dependent(*args, cpu=one_by_one, default=at_once)
 
 
-def _by_platform(stages: Callable, x: ChunkInputs, *rest: Any) -> Any:
-    """`stages` chunk by chunk on a CPU, where what lies between them then stays in the cache; else all at once."""
-    one_by_one, all_at_once = functools.partial(stages, size=1), functools.partial(_all_at_once, stages)
-    return lax.platform_dependent(x, *rest, cpu=one_by_one, default=all_at_once)
+def _at_once(stages: Callable, *args: Any) -> Any:
+    """On any platform: a choice would be differentiated whole, and keep what both of its sides need."""
+    return stages(*args, one_by_one=False)
 
 
-def forward(inputs: Inputs, options: Options, walk: Callable) -> tuple[DeltaRuleOutput, Pairwise]:
-    """The chunked op without a derivative rule. `walk` says how many chunks a stage gets."""
+def forward(inputs: Inputs, options: Options, run: Callable) -> tuple[DeltaRuleOutput, Pairwise]:
+    """The chunked op without a derivative rule. `run` says whether chunks go one by one or at once."""
     with jax.named_scope("jfla_chunked_forward"), jax.default_matmul_precision("highest"):
         x, initial = prepare_chunks(inputs, options)
-        pair = walk(_pairs, x)
+        pair = run(_pairs, x)
         pair = Pairwise(*(checkpoint_name(a, name) for a, name in zip(pair, ("jfla_a_qk", "jfla_inverse"))))
-        output, final = walk(_forward, x, initial, pair)
+        output, final = run(_forward, x, initial, pair)
         final = final if options.per_segment_state else final[:, 0]
         output = DeltaRuleOutput(from_chunks(output, inputs, options), final if options.return_final_state else None)
         return output, pair
@@ -201,8 +202,7 @@ _chunked.defvjp(_chunked_fwd, _chunked_bwd)
 
 
 def _plain(inputs: Inputs, options: Options) -> DeltaRuleOutput:
-    """JAX differentiates it in either mode and to any order: a choice by platform would keep both sides' residuals."""
-    return forward(inputs, options, _all_at_once)[0]
+    return forward(inputs, options, _at_once)[0]
 
 
 apply = compiler_partitioned(jax.jit(_chunked, static_argnames="options"))
