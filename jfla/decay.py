@@ -6,10 +6,9 @@ Every exponent is a sum of decays over a stretch of tokens, added up and never s
 is right for -inf, and a strong gate costs the weak gates after it no digit.
 """
 
-import math
+import functools
 
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float
 
 from jfla.blocks import double, halves, join, levels, squares
@@ -38,15 +37,11 @@ def sum_after_adjoint(dx: Tokens) -> Tokens:
 
 
 def _running_sum(x: Tokens, reverse: bool) -> Tokens:
-    """Inside spans of 16 tokens, then over the spans: XLA itself cuts a longer one up at a higher cost."""
-    span = math.gcd(x.shape[-2], 16)
-    spans = x.reshape(*x.shape[:-2], -1, span, x.shape[-1])
-    inside = lax.cumsum(spans, axis=spans.ndim - 2, reverse=reverse)
-    if spans.shape[-3] > 1:
-        whole = inside[..., 0 if reverse else -1, :]
-        whole = (_next if reverse else _previous)(whole)
-        inside = inside + lax.cumsum(whole, axis=whole.ndim - 2, reverse=reverse)[..., None, :]
-    return inside.reshape(x.shape)
+    """By doubling: of two blocks, the later gets the sum of the earlier (the earlier that of the later)."""
+    for size in levels(x.shape[-2]):
+        early, late = halves(x, size)
+        x = join(early + late[..., :1, :], late) if reverse else join(early, late + early[..., -1:, :])
+    return x
 
 
 def _previous(x: Tokens) -> Tokens:
@@ -55,6 +50,11 @@ def _previous(x: Tokens) -> Tokens:
 
 def _next(x: Tokens) -> Tokens:
     return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, 1), (0, 0)])[..., 1:, :]
+
+
+def dot(a: Float[Array, "*#batch D"], b: Float[Array, "*#batch D"]) -> Float[Array, "*#batch"]:
+    """Over the last axis, as a matmul: a reduction takes a CPU more than twice as long."""
+    return (a * b) @ jnp.ones(a.shape[-1], a.dtype)
 
 
 def decayed_dot(
@@ -109,27 +109,46 @@ def _scalar_adjoint(rows, k, g, d_dot):
 
 
 def _vector(rows, k, g):
-    out = jnp.sum(rows * k[..., None, :, :], axis=-1)[..., None, None]
+    out = dot(rows, k[..., None, :, :])[..., None, None]
     for size in levels(k.shape[-2]):
-        (g_early, g_late), (k_early, _), (_, late) = (halves(x, size) for x in (g, k, rows))
-        early = k_early * jnp.exp(sum_after(g_early))
-        late = late * jnp.exp(sum_before(g_late))[..., None, :, :, :]
-        square = jnp.einsum("...rmid,...mjd->...rmij", late, early)
+        early, late, _ = _level(rows, k, g, size)
+        square = _unstack(_stack(late) @ early.mT, size)
         out = double(out, square)
     return out[..., 0, :, :]
 
 
 def _vector_adjoint(rows, k, g, d_dot):
     diagonal = jnp.diagonal(d_dot, axis1=-2, axis2=-1)[..., None]
-    drows, dk, dg = diagonal * k[..., None, :, :], jnp.sum(diagonal * rows, axis=-3), jnp.zeros_like(g)
+    drows, dk, dg = diagonal * k[..., None, :, :], _sum(diagonal * rows, axis=-3), jnp.zeros_like(g)
     for size in levels(k.shape[-2]):
-        (g_early, g_late), (k_early, _), (_, late) = (halves(x, size) for x in (g, k, rows))
-        e_early, e_late = jnp.exp(sum_after(g_early)), jnp.exp(sum_before(g_late))
-        d_square = squares(d_dot, size)
-        dlate = jnp.einsum("...rmij,...mjd->...rmid", d_square, k_early * e_early) * e_late[..., None, :, :, :]
-        dearly = jnp.einsum("...rmij,...rmid->...mjd", d_square, late * e_late[..., None, :, :, :]) * e_early
-        drows = drows + join(jnp.zeros_like(dlate), dlate)
-        dk = dk + join(dearly, jnp.zeros_like(dearly))
-        dg_late = sum_before_adjoint(jnp.sum(late * dlate, axis=-4))
-        dg = dg + join(sum_after_adjoint(k_early * dearly), dg_late)
+        early, late, (e_early, e_late) = _level(rows, k, g, size)
+        d_square = _stack(squares(d_dot, size))
+        dlate = _unstack(d_square @ early, size)
+        dearly = d_square.mT @ _stack(late)
+        drows = drows + join(jnp.zeros_like(dlate), dlate * e_late[..., None, :, :, :])
+        dk = dk + join(dearly * e_early, jnp.zeros_like(dearly))
+        dg = dg + join(sum_after_adjoint(early * dearly), sum_before_adjoint(_sum(late * dlate, axis=-4)))
     return drows, dk, dg
+
+
+def _level(rows, k, g, size: int):
+    """k of the early and rows of the late halves, decayed to the boundary between them, and these decays."""
+    (g_early, g_late), (k_early, _), (_, late) = (halves(x, size) for x in (g, k, rows))
+    e_early, e_late = jnp.exp(sum_after(g_early)), jnp.exp(sum_before(g_late))
+    return k_early * e_early, late * e_late[..., None, :, :, :], (e_early, e_late)
+
+
+def _stack(x: Float[Array, "*batch R M s D"]) -> Float[Array, "*batch M Rs D"]:
+    """The rows that meet the same keys, one below the other: one larger matmul."""
+    x = jnp.moveaxis(x, -4, -3)
+    return x.reshape(*x.shape[:-3], -1, x.shape[-1])
+
+
+def _unstack(x: Float[Array, "*batch M Rs D"], size: int) -> Float[Array, "*batch R M s D"]:
+    """The way back from `_stack`."""
+    return jnp.moveaxis(x.reshape(*x.shape[:-2], -1, size, x.shape[-1]), -3, -4)
+
+
+def _sum(x: Array, axis: int) -> Array:
+    """Over the few sets of rows, term by term: a reduction takes a CPU longer."""
+    return functools.reduce(jnp.add, jnp.moveaxis(x, axis, 0))

@@ -6,13 +6,13 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jfla.decay import decayed_dot_adjoint, sum_after, sum_after_adjoint, sum_before, sum_before_adjoint
+from jfla.decay import decayed_dot_adjoint, dot, sum_after, sum_after_adjoint, sum_before, sum_before_adjoint
 from jfla.prepare import ChunkInputs
 
-Pairs = Float[Array, "B HV N C C"]
-Keys = Float[Array, "B HV N C K"]
-Values = Float[Array, "B HV N C V"]
-States = Float[Array, "B HV N K V"]
+Pairs = Float[Array, "N B HV C C"]
+Keys = Float[Array, "N B HV C K"]
+Values = Float[Array, "N B HV C V"]
+States = Float[Array, "N B HV K V"]
 
 
 class Operands(NamedTuple):
@@ -21,7 +21,7 @@ class Operands(NamedTuple):
     q_in: Keys
     k_in: Keys
     k_out: Keys
-    decay: Float[Array, "B HV N G"]
+    decay: Float[Array, "N B HV G"]
 
 
 def operands(x: ChunkInputs) -> Operands:
@@ -31,8 +31,16 @@ def operands(x: ChunkInputs) -> Operands:
 
 
 def chunk_gradients(
-    x: ChunkInputs, op: Operands, states: States, v_new: Values, do: Values, d_a_qk: Pairs, dends: States, y: Values
-) -> tuple[Keys, Keys, Values, Float[Array, "B HV N C G"], Float[Array, "B HV N C"]]:
+    x: ChunkInputs,
+    op: Operands,
+    states: States,
+    error: Values,
+    v_new: Values,
+    do: Values,
+    d_a_qk: Pairs,
+    dends: States,
+    y: Values,
+) -> tuple[Keys, Keys, Values, Float[Array, "N B HV C G"], Float[Array, "N B HV C"]]:
     """dq, dk, dv, dg, dbeta of every chunk, from the states and their cotangents at its two ends.
 
     The inverse's adjoint needs no product with X: dL = -stril(X^T dX X^T) = -stril(y v_new^T). The gate's is closed:
@@ -51,12 +59,12 @@ def chunk_gradients(
     dbeta_k = drows[..., 1, :, :]
     dq = drows[..., 0, :, :] + dq_in
     dk = dk + x.beta[..., None] * dbeta_k + dk_in + dk_out
-    dbeta = jnp.sum(dbeta_k * x.k, axis=-1) + jnp.sum(y * (x.v - op.k_in @ states), axis=-1)
+    dbeta = dot(dbeta_k, x.k) + dot(y, error)
     dv = x.beta[..., None] * y
 
     keep = functools.partial(_sum_to_gate, gate_dim=x.g.shape[-1])
     dg = dg + sum_before_adjoint(keep(x.q * dq_in + x.k * dk_in)) + sum_after_adjoint(keep(x.k * dk_out))
-    dg = dg + (op.decay * keep(jnp.sum(states * dends, axis=-1)))[..., None, :]
+    dg = dg + (op.decay * keep(dot(states, dends)))[..., None, :]
     return dq, dk, dv, dg, dbeta
 
 

@@ -28,15 +28,14 @@ class TokenInputs(NamedTuple):
 
 
 class ChunkInputs(NamedTuple):
-    """TokenInputs cut into chunks, heads before time. `slot` is None when there is one state per sequence."""
+    """The tokens of TokenInputs in chunks, which come first. `slot` is None when there is one state per sequence."""
 
-    q: Float[Array, "B HV N C K"]
-    k: Float[Array, "B HV N C K"]
-    v: Float[Array, "B HV N C V"]
-    g: Float[Array, "B HV N C G"]
-    beta: Float[Array, "B HV N C"]
-    state: Float[Array, "B S HV K V"]
-    slot: Int[Array, "B N"] | None
+    q: Float[Array, "N B HV C K"]
+    k: Float[Array, "N B HV C K"]
+    v: Float[Array, "N B HV C V"]
+    g: Float[Array, "N B HV C G"]
+    beta: Float[Array, "N B HV C"]
+    slot: Int[Array, "N B"] | None
 
 
 def prepare(inputs: Inputs, options: Options) -> TokenInputs:
@@ -83,22 +82,24 @@ def _varying_together(*arrays: Array) -> list[Array]:
     return [jnp.where(True, x, parts) for x in arrays]
 
 
-def prepare_chunks(inputs: Inputs, options: Options) -> ChunkInputs:
-    """`prepare`, then chunks of 64 tokens: on the packed grid, or aligned when every segment has a state of its own."""
+def prepare_chunks(inputs: Inputs, options: Options) -> tuple[ChunkInputs, Float[Array, "B S HV K V"]]:
+    """`prepare`, then chunks of 64 tokens: on the packed grid, or aligned when every segment has a state of its own.
+
+    The states that the first chunks read come beside.
+    """
     tokens = prepare(inputs, options)
     arrays = (tokens.q, tokens.k, tokens.v, tokens.g, tokens.beta)
     slot = None
     if options.per_segment_state:
         grid = _grid(inputs, options)
-        arrays, slot = (take_rows(x, grid.source) for x in arrays), grid.segment
-    q, k, v, g, beta = (_to_chunks(x) for x in arrays)
-    return ChunkInputs(q, k, v, g, beta, tokens.state, slot)
+        arrays, slot = (take_rows(x, grid.source) for x in arrays), grid.segment.T
+    return ChunkInputs(*(_to_chunks(x) for x in arrays), slot), tokens.state
 
 
-def from_chunks(output: Float[Array, "B HV N C V"], inputs: Inputs, options: Options) -> Float[Array, "B T HV V"]:
+def from_chunks(output: Float[Array, "N B HV C V"], inputs: Inputs, options: Options) -> Float[Array, "B T HV V"]:
     """The way back: chunks to [B, T, HV, V] in the dtype of v. Linear, so its transpose takes the cotangent there."""
-    batch, heads, n_chunks, chunk, value_dim = output.shape
-    output = jnp.moveaxis(output.reshape(batch, heads, n_chunks * chunk, value_dim), 1, 2)
+    n_chunks, batch, heads, chunk, value_dim = output.shape
+    output = output.transpose(1, 0, 3, 2, 4).reshape(batch, n_chunks * chunk, heads, value_dim)
     if options.per_segment_state:
         output = take_rows(output, _grid(inputs, options).target)
     return without_padding(output[:, : inputs.v.shape[1]], inputs.segment_ids).astype(inputs.v.dtype)
@@ -112,8 +113,8 @@ def _grid(inputs: Inputs, options: Options) -> Aligned:
 
 
 def _to_chunks(x: Array) -> Array:
-    """[B, T, HV, ...] -> [B, HV, N, C, ...]; rows past T are zero: no decay, nothing written."""
+    """[B, T, HV, ...] -> [N, B, HV, C, ...]; rows past T are zero: no decay, nothing written."""
     batch, time, heads, *rest = x.shape
     n_chunks = -(-time // CHUNK)
     x = jnp.pad(x, [(0, 0), (0, n_chunks * CHUNK - time)] + [(0, 0)] * (x.ndim - 2))
-    return jnp.moveaxis(x.reshape(batch, n_chunks, CHUNK, heads, *rest), 3, 1)
+    return jnp.moveaxis(x.reshape(batch, n_chunks, CHUNK, heads, *rest), (1, 3), (0, 2))

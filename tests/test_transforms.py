@@ -73,7 +73,7 @@ def test_remat_keeps_what_the_policy_names_and_changes_no_number(op, capsys):
     kept, nothing = (jax.checkpoint(loss, policy=p) for p in (NAMED, jax.checkpoint_policies.nothing_saveable))
     jax.ad_checkpoint.print_saved_residuals(kept, x)
     computed = [line for line in capsys.readouterr().out.splitlines() if "from the argument" not in line]
-    assert [line.split()[0] for line in computed] == ["f32[2,8,2,64,64]"] * 2
+    assert [line.split()[0] for line in computed] == ["f32[2,2,8,64,64]"] * 2  # [N, B, HV, C, C]
     assert matmuls(kept) < matmuls(nothing)  # A_qk and the inverse are not made a second time
     if op == "gdn":
         assert_close(jax.jit(jax.grad(kept))(x), jax.jit(jax.grad(lambda x: loss(x, "recurrent")))(x), 5e-6)

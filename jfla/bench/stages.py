@@ -65,14 +65,14 @@ def ours(case: Case) -> Program:
 def chunk_operands(case: Case, arrays: Arrays) -> ChunkOperands:
     """By the portable stages, in float32."""
     _whole_chunks(case)
-    x = prepare_chunks(*validated(case, arrays))
+    x, _ = prepare_chunks(*validated(case, arrays))
     op, pair = operands(x), chunked.pairwise(x)
     scaled = x.beta[..., None]
     found = ChunkOperands(
         jnp.cumsum(x.g, axis=-2), op.k_out, pair.inverse @ (scaled * op.k_in), pair.inverse @ (scaled * x.v), pair.a_qk
     )
-    batch, heads, chunks, chunk = x.beta.shape
-    tokens = lambda a: jnp.moveaxis(a.reshape(batch, heads, chunks * chunk, a.shape[-1]), 1, 2)
+    chunks, batch, heads, chunk = x.beta.shape
+    tokens = lambda a: a.transpose(1, 0, 3, 2, 4).reshape(batch, chunks * chunk, heads, a.shape[-1])
     return ChunkOperands(*map(tokens, found))
 
 

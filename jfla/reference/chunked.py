@@ -9,7 +9,8 @@ Inside a chunk, with S the state at its start and every exponent a sum of decays
 """
 
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,8 @@ from jfla.decay import decayed_dot
 from jfla.gradients import Operands, Pairs, States, Values, chunk_gradients, operands
 from jfla.packing import read_slot, write_slot
 from jfla.prepare import ChunkInputs, from_chunks, prepare_chunks
+
+Carried = Float[Array, "B S HV K V"]
 
 
 class Pairwise(NamedTuple):
@@ -53,19 +56,20 @@ def pairwise(x: ChunkInputs) -> Pairwise:
     return Pairwise(dots[..., 0, :, :], unit_lower_inverse(lower))
 
 
-def state_scan(x: ChunkInputs, op: Operands, pair: Pairwise) -> tuple[States, Values, Float[Array, "B S HV K V"]]:
+def state_scan(x: ChunkInputs, state: Carried, op: Operands, pair: Pairwise) -> tuple[States, Values, Values, Carried]:
     """Chunk after chunk: the state at each chunk's start, v_new, and the states at the end."""
 
     def chunk(states, xs):
         k_in, k_out, decay, v, beta, inverse, slot = xs
         state = _read(states, slot)
-        v_new = inverse @ (beta[..., None] * (v - k_in @ state))
+        error = v - k_in @ state
+        v_new = inverse @ (beta[..., None] * error)
         end = decay[..., None] * state + k_out.mT @ v_new
-        return _write(states, slot, end), (state, v_new)
+        return _write(states, slot, end), (state, error, v_new)
 
-    xs = (op.k_in, op.k_out, op.decay, x.v, x.beta, pair.inverse)
-    final, (states, v_new) = lax.scan(chunk, x.state, (*map(_chunks_first, xs), _slots_first(x.slot)))
-    return _chunks_third(states), _chunks_third(v_new), final
+    xs = (op.k_in, op.k_out, op.decay, x.v, x.beta, pair.inverse, x.slot)
+    final, (states, error, v_new) = lax.scan(chunk, state, xs)
+    return states, error, v_new, final
 
 
 def outputs(op: Operands, pair: Pairwise, states: States, v_new: Values) -> Values:
@@ -82,8 +86,8 @@ def output_adjoint(pair: Pairwise, v_new: Values, do: Values) -> tuple[Pairs, Va
 
 
 def state_adjoint_scan(
-    x: ChunkInputs, op: Operands, pair: Pairwise, do: Values, dv_local: Values, dfinal: Float[Array, "B S HV K V"]
-) -> tuple[States, Values, Float[Array, "B S HV K V"]]:
+    x: ChunkInputs, op: Operands, pair: Pairwise, do: Values, dv_local: Values, dfinal: Carried
+) -> tuple[States, Values, Carried]:
     """Chunks in reverse: dS at each chunk's end, y = X^T dv_new, and dS at the start. Needs no forward state."""
 
     def chunk(dstates, xs):
@@ -93,35 +97,75 @@ def state_adjoint_scan(
         dstart = decay[..., None] * dend + q_in.mT @ do - k_in.mT @ (beta[..., None] * y)
         return _write(dstates, slot, dstart), (dend, y)
 
-    xs = (op.q_in, op.k_in, op.k_out, op.decay, x.beta, pair.inverse, do, dv_local)
-    xs = (*map(_chunks_first, xs), _slots_first(x.slot))
+    xs = (op.q_in, op.k_in, op.k_out, op.decay, x.beta, pair.inverse, do, dv_local, x.slot)
     dinitial, (dends, y) = lax.scan(chunk, dfinal, xs, reverse=True)
-    return _chunks_third(dends), _chunks_third(y), dinitial
+    return dends, y, dinitial
 
 
 # The forward and the backward.
 
 
-def _forward(x: ChunkInputs) -> tuple[Values, Float[Array, "B S HV K V"], Pairwise]:
-    pair = Pairwise(*(checkpoint_name(a, name) for a, name in zip(pairwise(x), ("jfla_a_qk", "jfla_inverse"))))
-    op = operands(x)
-    states, v_new, final = state_scan(x, op, pair)
-    return outputs(op, pair, states, v_new), final, pair
+def _pairs(x: ChunkInputs, one_by_one: bool) -> Pairwise:
+    return _through(lambda _, x: (None, pairwise(x)), None, x, one_by_one)[1]
 
 
-def _backward(x: ChunkInputs, pair: Pairwise, do: Values, dfinal: Float[Array, "B S HV K V"]) -> ChunkInputs:
-    op = operands(x)
-    states, v_new, _ = state_scan(x, op, pair)
-    d_a_qk, dv_local = output_adjoint(pair, v_new, do)
-    dends, y, dinitial = state_adjoint_scan(x, op, pair, do, dv_local, dfinal)
-    dq, dk, dv, dg, dbeta = chunk_gradients(x, op, states, v_new, do, d_a_qk, dends, y)
-    return ChunkInputs(dq, dk, dv, dg, dbeta, dinitial, None)
+def _forward(x: ChunkInputs, initial: Carried, pair: Pairwise, one_by_one: bool) -> tuple[Values, Carried]:
+    def stages(state, xs):
+        x, pair = xs
+        op = operands(x)
+        states, _, v_new, state = state_scan(x, state, op, pair)
+        return state, outputs(op, pair, states, v_new)
+
+    final, output = _through(stages, initial, (x, pair), one_by_one)
+    return output, final
 
 
-def forward(inputs: Inputs, options: Options) -> tuple[DeltaRuleOutput, Pairwise]:
-    """The chunked op without a derivative rule: JAX differentiates it in either mode and to any order."""
+def _backward(
+    x: ChunkInputs, initial: Carried, pair: Pairwise, do: Values, dfinal: Carried, one_by_one: bool
+) -> tuple[ChunkInputs, Carried]:
+    def again(state, xs):
+        x, pair = xs
+        states, error, v_new, state = state_scan(x, state, operands(x), pair)
+        return state, (states, error, v_new)
+
+    def stages(dstate, xs):
+        x, pair, do, (states, error, v_new) = xs
+        op = operands(x)
+        d_a_qk, dv_local = output_adjoint(pair, v_new, do)
+        dends, y, dstate = state_adjoint_scan(x, op, pair, do, dv_local, dstate)
+        return dstate, chunk_gradients(x, op, states, error, v_new, do, d_a_qk, dends, y)
+
+    _, scanned = _through(again, initial, (x, pair), one_by_one)
+    dinitial, gradients = _through(stages, dfinal, (x, pair, do, scanned), one_by_one, reverse=True)
+    return ChunkInputs(*gradients, slot=None), dinitial
+
+
+def _through(stages: Callable, carry: Any, xs: Any, one_by_one: bool, reverse: bool = False) -> tuple[Any, Any]:
+    """(carry, ys) of `stages` on all chunks at once, or on one after the other, from state to state."""
+    if not one_by_one:
+        return stages(carry, xs)
+    carry, ys = lax.scan(stages, carry, jax.tree.map(lambda a: a[:, None], xs), reverse=reverse)
+    return carry, jax.tree.map(lambda a: a[:, 0], ys)
+
+
+def _by_platform(stages: Callable, *args: Any) -> Any:
+    """One by one on a CPU, where what lies between the stages then stays in the cache; all at once elsewhere."""
+    one_by_one, at_once = (functools.partial(stages, one_by_one=choice) for choice in (True, False))
+    return lax.platform_dependent(*args, cpu=one_by_one, default=at_once)
+
+
+def _at_once(stages: Callable, *args: Any) -> Any:
+    """On any platform: a choice would be differentiated whole, and keep what both of its sides need."""
+    return stages(*args, one_by_one=False)
+
+
+def forward(inputs: Inputs, options: Options, run: Callable) -> tuple[DeltaRuleOutput, Pairwise]:
+    """The chunked op without a derivative rule. `run` says whether chunks go one by one or at once."""
     with jax.named_scope("jfla_chunked_forward"), jax.default_matmul_precision("highest"):
-        output, final, pair = _forward(prepare_chunks(inputs, options))
+        x, initial = prepare_chunks(inputs, options)
+        pair = run(_pairs, x)
+        pair = Pairwise(*(checkpoint_name(a, name) for a, name in zip(pair, ("jfla_a_qk", "jfla_inverse"))))
+        output, final = run(_forward, x, initial, pair)
         final = final if options.per_segment_state else final[:, 0]
         output = DeltaRuleOutput(from_chunks(output, inputs, options), final if options.return_final_state else None)
         return output, pair
@@ -129,11 +173,11 @@ def forward(inputs: Inputs, options: Options) -> tuple[DeltaRuleOutput, Pairwise
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _chunked(inputs: Inputs, options: Options) -> DeltaRuleOutput:
-    return forward(inputs, options)[0]
+    return forward(inputs, options, _by_platform)[0]
 
 
 def _chunked_fwd(inputs: Inputs, options: Options):
-    output, pair = forward(inputs, options)
+    output, pair = forward(inputs, options, _by_platform)
     return output, (inputs, pair)
 
 
@@ -141,50 +185,36 @@ def _chunked_bwd(options: Options, residuals: tuple[Inputs, Pairwise], d_output:
     inputs, pair = residuals
 
     def prepared(differentiable: Inputs):
-        x = prepare_chunks(differentiable._replace(segment_ids=inputs.segment_ids), options)
-        return x._replace(slot=None), x.slot
+        x, initial = prepare_chunks(differentiable._replace(segment_ids=inputs.segment_ids), options)
+        return (x._replace(slot=None), initial), x.slot
 
     with jax.named_scope("jfla_chunked_backward"), jax.default_matmul_precision("highest"):
-        x, prepare_adjoint, slot = jax.vjp(prepared, inputs._replace(segment_ids=None), has_aux=True)
+        (x, initial), prepare_adjoint, slot = jax.vjp(prepared, inputs._replace(segment_ids=None), has_aux=True)
         x = x._replace(slot=slot)
         (do,) = jax.linear_transpose(lambda o: from_chunks(o, inputs, options), x.v)(d_output.output)
-        dfinal = jnp.zeros_like(x.state)
+        dfinal = jnp.zeros_like(initial)
         if d_output.final_state is not None:
-            dfinal = dfinal + d_output.final_state.reshape(x.state.shape)
-        return (prepare_adjoint(_backward(x, pair, do, dfinal))[0],)
+            dfinal = dfinal + d_output.final_state.reshape(initial.shape)
+        return prepare_adjoint(_by_platform(_backward, x, initial, pair, do, dfinal))
 
 
 _chunked.defvjp(_chunked_fwd, _chunked_bwd)
 
 
 def _plain(inputs: Inputs, options: Options) -> DeltaRuleOutput:
-    return forward(inputs, options)[0]
+    return forward(inputs, options, _at_once)[0]
 
 
 apply = compiler_partitioned(jax.jit(_chunked, static_argnames="options"))
 plain = compiler_partitioned(jax.jit(_plain, static_argnames="options"))
 
 
-# Helpers: chunk axes for lax.scan, one state per sequence or one per segment.
+# Helpers: one state per sequence or one per segment.
 
 
-def _chunks_first(x: Float[Array, "B HV N *rest"]) -> Float[Array, "N B HV *rest"]:
-    return jnp.moveaxis(x, 2, 0)
-
-
-def _chunks_third(x: Float[Array, "N B HV *rest"]) -> Float[Array, "B HV N *rest"]:
-    return jnp.moveaxis(x, 0, 2)
-
-
-def _slots_first(slot: Int[Array, "B N"] | None) -> Int[Array, "N B"] | None:
-    return None if slot is None else slot.T
-
-
-def _read(states: Float[Array, "B S HV K V"], slot: Int[Array, " B"] | None) -> Float[Array, "B HV K V"]:
+def _read(states: Carried, slot: Int[Array, " B"] | None) -> Float[Array, "B HV K V"]:
     return states[:, 0] if slot is None else read_slot(states, slot)
 
 
-def _write(
-    states: Float[Array, "B S HV K V"], slot: Int[Array, " B"] | None, state: Float[Array, "B HV K V"]
-) -> Float[Array, "B S HV K V"]:
+def _write(states: Carried, slot: Int[Array, " B"] | None, state: Float[Array, "B HV K V"]) -> Carried:
     return state[:, None] if slot is None else write_slot(states, slot, state)
