@@ -125,7 +125,8 @@ class Stages(NamedTuple):
     inputs: Inputs
     options: Options
     arrays: KernelArrays
-    x: ChunkInputs
+    initial: jax.Array  # [B, 1, HV, K, V]
+    x: ChunkInputs  # like what follows with [B, HV, N] in front, as the kernels have it
     op: gradients.Operands
     pair: chunked.Pairwise
 
@@ -139,11 +140,20 @@ def stages(call: Call) -> Stages:
 
     @jax.jit
     def twins(given: Inputs) -> tuple[Any, ...]:
-        x = prepare_chunks(given, options)
-        return x, gradients.operands(x), chunked.pairwise(x)
+        x, initial = prepare_chunks(given, options)
+        return initial, *chunks_third((x, gradients.operands(x), chunked.pairwise(x)))
 
     with jax.enable_x64(True), jax.default_matmul_precision("highest"):
         return Stages(given, options, kernel_arrays(given, options), *twins(exact(given)))
+
+
+def chunks_third(tree: Any) -> Any:
+    return jax.tree.map(lambda a: jnp.moveaxis(a, 0, 2), tree)
+
+
+def chunks_first(tree: Any) -> Any:
+    """As the twins have them."""
+    return jax.tree.map(lambda a: jnp.moveaxis(a, 2, 0), tree)
 
 
 def exact(tree: Any) -> Any:
@@ -194,15 +204,17 @@ class Scanned(NamedTuple):
 
 def twin_scans(s: Stages, op: gradients.Operands, pair: chunked.Pairwise) -> Scanned:
     @jax.jit
-    def both(x: ChunkInputs, do: jax.Array, dlast: jax.Array) -> Scanned:
-        states, v_new, _ = chunked.state_scan(x, op, pair)
+    def both(initial: jax.Array, dlast: jax.Array, *rest: Any) -> Scanned:
+        x, op, pair, do = chunks_first(rest)
+        states, _, v_new, _ = chunked.state_scan(x, initial, op, pair)
         _, dv_local = chunked.output_adjoint(pair, v_new, do)
-        return Scanned(states, v_new, *chunked.state_adjoint_scan(x, op, pair, do, dv_local, dlast))
+        dends, dv, dfirst = chunked.state_adjoint_scan(x, op, pair, do, dv_local, dlast)
+        return Scanned(*chunks_third((states, v_new, dends, dv)), dfirst)
 
     do, dlast = cotangents(s)
     with jax.enable_x64(True), jax.default_matmul_precision("highest"):
         x = s.x._replace(beta=jnp.ones_like(s.x.beta))
-        return both(x, jnp.asarray(to_chunks(do)), jnp.moveaxis(exact(dlast).mT, 2, 1))
+        return both(s.initial, jnp.moveaxis(exact(dlast).mT, 2, 1), x, op, pair, jnp.asarray(to_chunks(do)))
 
 
 def twin_gradients(s: Stages, left: Scanned) -> tuple[jax.Array, ...]:
@@ -213,12 +225,14 @@ def twin_gradients(s: Stages, left: Scanned) -> tuple[jax.Array, ...]:
         return norm(q) * s.options.scale, norm(k)
 
     @jax.jit
-    def of(x: ChunkInputs, left: Scanned, do: jax.Array, rows: list[jax.Array]) -> tuple[jax.Array, ...]:
-        d_a_qk, _ = chunked.output_adjoint(s.pair, left.v_new, do)
-        y = left.dv / jnp.where(x.beta == 0, 1, x.beta)[..., None]
-        found = gradients.chunk_gradients(x, s.op, left.states, left.v_new, do, d_a_qk, left.dends, y)
-        return *jax.vjp(caller, *rows)[1](found[:2]), found[3], jnp.sum(left.dv * left.v_new, axis=-1)
+    def of(rows: list[jax.Array], written: jax.Array, *rest: Any) -> tuple[jax.Array, ...]:
+        x, op, pair, states, v_new, dends, dv, do = chunks_first(rest)
+        d_a_qk, _ = chunked.output_adjoint(pair, v_new, do)
+        y, error = dv / jnp.where(x.beta == 0, 1, x.beta)[..., None], x.v - op.k_in @ states
+        found = chunks_third(gradients.chunk_gradients(x, op, states, error, v_new, do, d_a_qk, dends, y))
+        return *jax.vjp(caller, *rows)[1](found[:2]), found[3], written
 
     with jax.enable_x64(True), jax.default_matmul_precision("highest"):
         rows = [jnp.repeat(to_chunks(a), s.x.q.shape[1] // a.shape[2], axis=1) for a in s.arrays[:2]]
-        return of(s.x, left, jnp.asarray(to_chunks(cotangents(s)[0])), rows)
+        written = jnp.sum(left.dv * left.v_new, axis=-1)
+        return of(rows, written, s.x, s.op, s.pair, *left[:4], jnp.asarray(to_chunks(cotangents(s)[0])))

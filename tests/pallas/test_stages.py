@@ -67,6 +67,7 @@ def hold(bounds: dict[str, float], **pairs: tuple[Any, Any]) -> None:
     assert not over, f"{over}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", [*KDA.values(), *GDN.values()], ids=str)
 def test_prepare(call):
     s = stages(call)
@@ -107,6 +108,7 @@ def read_by_scans(s: Stages) -> tuple[Operands, Pairs, gradients.Operands, chunk
         return read, pairs, gradients.Operands(*exact(read)), chunked.Pairwise(*exact(pairs))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("call", "v_block"), SCANS, ids=str)
 def test_output_scan(call, v_block):
     s = stages(call)
@@ -115,7 +117,7 @@ def test_output_scan(call, v_block):
         output, final = run(output_scan(read, pairs, s.arrays.v, s.arrays.initial, WalkConfig(v_block)))
 
     by_chunk = lambda a: np.moveaxis(np.asarray(a), 2, 0)
-    state, outputs = np.asarray(s.x.state[:, 0]), []
+    state, outputs = np.asarray(s.initial[:, 0]), []
     for v, q_in, k_in, k_out, decay, a_qk, inverse in zip(*map(by_chunk, (to_chunks(s.arrays.v), *op, *pair))):
         v_new = inverse @ (v - k_in @ state)
         outputs.append(q_in @ state + a_qk @ v_new)
@@ -123,6 +125,7 @@ def test_output_scan(call, v_block):
     hold(SCANNED, output=(to_chunks(output), np.stack(outputs, axis=2)), final=(final.mT, state[:, :, None]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("call", "v_block"), SCANS, ids=str)
 def test_backward_scans(call, v_block):
     s = stages(call)
@@ -143,6 +146,7 @@ def test_backward_scans(call, v_block):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", [c for op in (KDA, GDN) for c in (op["weak"], op["mixed"], op["raw"])], ids=str)
 def test_chunk_gradients(call):
     s = stages(call)
