@@ -20,7 +20,6 @@ CALLS = [
     Call("gdn", "raw", segments=4, value_dim=128),
     Call("gdn", "mixed", time=65, betas="edge", repeated_keys=True),
     Call("gdn", "raw", time=70, key_dim=256, value_dim=256),
-    Call("kda", "raw", time=64, value_dim=256),
 ]
 
 
