@@ -19,7 +19,7 @@ CALLS = [
     Call("gdn", "raw", batch=2, time=3, key_dim=128, value_dim=64, dtype="float16"),
     Call("gdn", "strong", time=1, key_dim=64, value_dim=64),
     Call("gdn", "weak", time=2, group=1, key_dim=128, value_dim=128, dtype="float32"),
-    Call("kda", "raw", time=2, group=1, key_dim=256, value_dim=256),
+    pytest.param(Call("kda", "raw", time=2, group=1, key_dim=256, value_dim=256), marks=pytest.mark.slow),
 ]
 
 

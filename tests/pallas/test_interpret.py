@@ -19,7 +19,7 @@ CALLS = [
     Call("gdn", "strong", key_dim=128, dtype="float16"),
     Call("gdn", "raw", segments=4, value_dim=128),
     Call("gdn", "mixed", time=65, betas="edge", repeated_keys=True),
-    Call("gdn", "raw", time=70, key_dim=256, value_dim=256),
+    pytest.param(Call("gdn", "raw", time=70, key_dim=256, value_dim=256), marks=pytest.mark.slow),
 ]
 
 

@@ -215,7 +215,11 @@ def in_exact_form(g: jax.Array, gate: Any, monkeypatch: pytest.MonkeyPatch) -> t
 
 @pytest.mark.parametrize(
     ("name", "heads", "time", "exact_chunks"),
-    [("published", 3, 64, 1), ("bounded", 2, 64, 0), ("one strong chunk", 1, 192, 1)],
+    [
+        pytest.param("published", 3, 64, 1, marks=pytest.mark.slow),
+        pytest.param("bounded", 2, 64, 0, marks=pytest.mark.slow),
+        ("one strong chunk", 1, 192, 1),
+    ],
 )
 def test_only_chunks_with_too_strong_gates_take_the_exact_form(name, heads, time, exact_chunks, monkeypatch):
     g, gate = gates(name, heads, time)
