@@ -2,6 +2,7 @@
 
 import base64
 import io
+import os
 import pathlib
 import sys
 
@@ -10,16 +11,19 @@ import nbformat
 from nbclient import NotebookClient
 from PIL import Image
 
-FOLDER = pathlib.Path(__file__).parents[1] / "notebooks"
+FOLDER = pathlib.Path(__file__).resolve().parents[1] / "notebooks"
 _COLORS = 256  # of a figure's palette: half of the bytes of true color, and hardly to be seen
 
 
 def main() -> None:
-    """Renders one notebook after the other."""
+    """Renders one notebook after the other; on the CPU, unless the environment says otherwise."""
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
     for source in sorted(FOLDER.glob("*.py")):
         if not sys.argv[1:] or source.stem in sys.argv[1:]:
-            target = source.with_suffix(".ipynb")
-            nbformat.write(render(source), target)
+            target, notebook = source.with_suffix(".ipynb"), render(source)
+            if str(FOLDER.parent) in nbformat.writes(notebook):
+                raise ValueError(f"{source.name} must not show where this checkout is; its output has {FOLDER.parent}")
+            nbformat.write(notebook, target)
             print(f"{target.name}: {target.stat().st_size // 1024} KiB")
 
 

@@ -31,6 +31,10 @@ class KernelArrays(NamedTuple):
     initial: Float[Array, "B HV 1 V K"]
     resets: Float[Array, "B T"] | None
 
+    @property
+    def op(self) -> str:
+        return "gdn" if self.g.shape[-1] == 1 else "kda"
+
 
 def kernel_arrays(inputs: Inputs, options: Options) -> KernelArrays:
     """Pads and masks; a pass over memory only where T is no multiple of 64 or sequences are packed."""

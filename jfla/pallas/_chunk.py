@@ -173,7 +173,9 @@ class Chunk(NamedTuple):
 
     def scratch(self, n: int) -> Any:
         """A tile that is free once S is read (0, 1), once both warpgroups have (2, 3), or once dS is read (4, 5)."""
-        return self.state(n if n < 2 else n - 2) if n not in (2, 3) else (self.s.do, self.s.dv)[n - 2].at[self.me]
+        if n in (2, 3):
+            return (self.s.do, self.s.dv)[n - 2].at[self.me]
+        return self.state({0: 0, 1: 1, 4: 2, 5: 3}[n])
 
     def split(self, z: jax.Array, first: int = 0) -> list[Any]:
         """z as two bf16 tiles, in scratch `first` and the next."""

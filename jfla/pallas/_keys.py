@@ -38,6 +38,11 @@ class KeyOptions(NamedTuple):
     time: int
     kind: GateKind = GateKind()
 
+    @property
+    def given(self) -> bool:
+        """Whether g is the decay itself."""
+        return self.kind.name == "given"
+
 
 class Keys(NamedTuple):
     """The tiles of one chunk. q, k [blocks, C, 64] bf16 as the caller passed them; norms [2, up to blocks, C] float32.
@@ -116,7 +121,7 @@ class Keys(NamedTuple):
         kind, head = self.options.kind, self.place.head
         shift = None if bias is None else per_column(plgpu.load(bias, layout=COLS), CHUNK)
         g = log2_decay(kind, raw.astype(F32), (arrays.rates[head, 0], arrays.rates[head, 1]), shift)
-        if kind.name != "given" and self.options.time % CHUNK:
+        if not self.options.given and self.options.time % CHUNK:
             g = jnp.where(index(0) + self.place.chunk * CHUNK < self.options.time, g, zeros(CHUNK, BLOCK))
         if resets is not None:
             g = with_resets(g, plgpu.load(resets, layout=ROWS))

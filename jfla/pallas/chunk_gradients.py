@@ -226,7 +226,6 @@ def finish(c: Chunk, out: Gradients, grads: tuple[jax.Array, jax.Array, jax.Arra
 def load_chunk(c: Chunk) -> None:
     """Copies everything in; then g of this warpgroup's channels as decay, and their norms."""
     keys, x, s, at, me, place = c.keys, c.source, c.s, c.barriers, c.me, c.keys.place
-    given = keys.options.kind.name == "given"
     channels = lambda body: pl.when(me < keys.blocks)(body)
 
     def fetch_values(*pairs: tuple[Any, Any]) -> None:
@@ -270,7 +269,7 @@ def load_chunk(c: Chunk) -> None:
         if keys.options.qk_norm:
             keys.measure(me, None if c.all_channels else x.keys)
         if s.g is not None:
-            s.g.at[me][...] = keys.gate(raw, x.keys, None if given else s.bias.at[me], s.resets)
+            s.g.at[me][...] = keys.gate(raw, x.keys, None if keys.options.given else s.bias.at[me], s.resets)
 
     pl.when(me >= keys.blocks)(lambda: plgpu.barrier_wait(at.keys))
     plgpu.barrier_wait(at.values)
@@ -360,7 +359,7 @@ def _with_parts_as_heads(
 def _buffers(x: KeyArrays, options: KeyOptions, blocks: int, value_blocks: int) -> Tiles:
     tiles = lambda *lead, dtype=BF16: tile_buffer(*lead, CHUNK, BLOCK, dtype=dtype)
     vectors = lambda *lead: plgpu.SMEM((*lead, BLOCK), F32)
-    scalar, given = x.g is None, options.kind.name == "given"
+    scalar = x.g is None
     return Tiles(
         q=tiles(blocks),
         k=tiles(blocks),
@@ -378,16 +377,16 @@ def _buffers(x: KeyArrays, options: KeyOptions, blocks: int, value_blocks: int) 
         adjoints=tiles(2),
         before=vectors() if scalar else None,
         g=None if scalar else tiles(blocks, dtype=F16),
-        bias=None if scalar or given else vectors(blocks),
+        bias=None if scalar or options.given else vectors(blocks),
         resets=None if x.resets is None else vectors(),
         sums=None if scalar else tiles(2, dtype=F16),
     )
 
 
 def _barriers(x: KeyArrays, options: KeyOptions, blocks: int, value_blocks: int) -> Barriers:
-    scalar, given, packed = x.g is None, options.kind.name == "given", x.resets is not None
+    scalar, packed = x.g is None, x.resets is not None
     return Barriers(
-        keys=plgpu.Barrier(num_arrivals=blocks * (2 + (not given and not scalar)) + scalar + packed),
+        keys=plgpu.Barrier(num_arrivals=blocks * (2 + (not options.given and not scalar)) + scalar + packed),
         values=plgpu.Barrier(num_arrivals=3 * value_blocks),
         states=plgpu.Barrier(num_arrivals=2 * blocks * value_blocks),
         met=plgpu.Barrier(num_arrivals=2),

@@ -47,7 +47,7 @@ def prepare(
     key_dim, static = x.q.shape[-1], key_options(inputs, options)
     roots = beta_roots(x) if with_pairs else None
     programs = programs or _config.MULTIPROCESSORS
-    if x.g.shape[-1] == 1:
+    if x.op == "gdn":
         tokens = TokenArrays(log2_decays(x, inputs), roots)
         promise = prepare_gdn(x.q, x.k, tokens, static, _config.prepare_gdn_config(key_dim, programs))
     else:
@@ -59,8 +59,7 @@ def forward(inputs: Inputs, options: Options) -> tuple[DeltaRuleOutput, Pairs]:
     x = kernel_arrays(inputs, options)
     batch, heads, _, value_dim, key_dim = x.initial.shape
     n_chunks = x.v.shape[1] // CHUNK
-    op = "gdn" if x.g.shape[-1] == 1 else "kda"
-    config, spare = _config.beside_config(op, key_dim, value_dim, batch * heads, n_chunks)
+    config, spare = _config.beside_config(x.op, key_dim, value_dim, batch * heads, n_chunks)
     if spare:
         with jax.named_scope("jfla_prepare_beside_output_scan"):
             preparing = prepare(x, inputs, options, programs=spare)

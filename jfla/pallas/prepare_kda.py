@@ -130,11 +130,6 @@ class Team(NamedTuple):
         plgpu.barrier_arrive(self.barriers.met)
         plgpu.barrier_wait(self.barriers.met)
 
-    def hand_over(self, place: Place) -> None:
-        """Of the third, once the other two have waited for their stores of that chunk, and met."""
-        if self.handover.made is not None:
-            self.handover.tell(place)
-
     def channels(self, body: Callable[[], None]) -> None:
         """Runs `body` in the warpgroups that have channels."""
         if self.keys.blocks == 2:
@@ -283,7 +278,8 @@ def invert(t: Team, pairs: Pairs) -> None:
     lower, work, out = (x.at[zero] for x in (t.s.lower, t.s.work, t.s.inverse))
     write_inverse(Inverse(lower, work, zero), t.s.roots.at[zero + 1], out)
     plgpu.barrier_arrive(t.barriers.taken)
-    pl.when(t.turn.has_last)(lambda: t.hand_over(t.turn.last_place))
+    # The other two have waited for their stores of the chunk before, and met, ere this one was handed.
+    pl.when(t.turn.has_last)(lambda: t.handover.tell(t.turn.last_place))
     plgpu.copy_smem_to_gmem(out, t.keys.place.tile(pairs.inverse))
 
 
@@ -292,7 +288,7 @@ def prepare_kda(x: KeyArrays, roots: jax.Array | None, heads: int, options: KeyO
     batch, padded, _, key_dim = x.q.shape
     n_chunks, blocks = padded // CHUNK, key_dim // BLOCK
     work = Work(batch, heads, n_chunks, workers=1, programs=programs)
-    packed, given, with_pairs = x.resets is not None, options.kind.name == "given", roots is not None
+    packed, with_pairs = x.resets is not None, roots is not None
     sources = [x.q, x.k, x.g, x.rates, x.bias, _patterns.stack(F16, *START), _patterns.stack(F16, *HALVING)]
     sources += [jnp.zeros(1, jnp.int32), *(a for a in (roots, x.resets) if a is not None)]
 
@@ -334,7 +330,7 @@ def prepare_kda(x: KeyArrays, roots: jax.Array | None, heads: int, options: KeyO
                 start.meet()
 
                 @pl.when(me == 1)
-                def _():
+                def _():  # once more, for the stores; handed twice before it is taken, the third would wait for ever
                     plgpu.barrier_wait(at.taken)
                     plgpu.barrier_arrive(at.handed)
 
@@ -345,14 +341,12 @@ def prepare_kda(x: KeyArrays, roots: jax.Array | None, heads: int, options: KeyO
                 plgpu.barrier_arrive(at.taken)
                 last = work.each_chunk(lambda turn: invert(team(turn), pairs), program, 0, zero_g)
                 plgpu.barrier_wait(at.handed)
-                team(Turn(work, program, none, none, none)).hand_over(last)
+                handover.tell(last)
 
         plgpu.wait_smem_to_gmem(0)
 
     shape = jax.ShapeDtypeStruct
     lead = (batch, heads, n_chunks)
-    tiles = lambda *shape, dtype=BF16: tile_buffer(*shape, CHUNK, BLOCK, dtype=dtype)
-    vectors = lambda *shape: plgpu.SMEM((*shape, CHUNK), F32)
     operand, square = (lambda: shape((*lead, CHUNK, key_dim), BF16)), (lambda: shape((*lead, CHUNK, CHUNK), BF16))
     out = Operands(operand(), operand(), operand(), shape((*lead, key_dim), F32))
     pairs = Pairs(square(), square()) if with_pairs else None
@@ -362,35 +356,45 @@ def prepare_kda(x: KeyArrays, roots: jax.Array | None, heads: int, options: KeyO
         (*out, *(pairs or ())),
         programs=work.used,
         warpgroups=3 if with_pairs else 2,
-        buffers=Tiles(
-            starts=tiles(len(START), dtype=F16),
-            rows=tiles(2, 2, blocks),
-            raw=tiles(blocks, dtype=x.g.dtype),
-            norms=vectors(2, blocks),
-            g=tiles(blocks, dtype=F16),
-            k_out=tiles(blocks),
-            decay=vectors(blocks),
-            flags=vectors(blocks),
-            bias=None if given else vectors(2, blocks),
-            resets=vectors(2, blocks) if packed else None,
-            back=tiles(blocks) if with_pairs else None,
-            a_qk=tiles(1) if with_pairs else None,
-            pattern=tiles(1, dtype=F16) if with_pairs else None,
-            lower=tiles(1, dtype=F16) if with_pairs else None,
-            work=tiles(1, dtype=F16) if with_pairs else None,
-            inverse=tiles(1) if with_pairs else None,
-            roots=vectors(2, 2) if with_pairs else None,
-        ),
-        barriers=Barriers(
-            started=plgpu.Barrier(num_arrivals=len(START)),
-            loaded=plgpu.Barrier(num_arrivals=2 + (not given) + packed, num_barriers=4),
-            raw=plgpu.Barrier(num_barriers=2),
-            roots=plgpu.Barrier(num_barriers=2),
-            met=plgpu.Barrier(num_arrivals=2),
-            pattern=plgpu.Barrier(),
-            handed=plgpu.Barrier(),
-            taken=plgpu.Barrier(),
-        ),
+        buffers=_buffers(x, options, blocks, with_pairs),
+        barriers=_barriers(x, options),
         body=body,
     )
     return Promise(job, (out, pairs, None))
+
+
+def _buffers(x: KeyArrays, options: KeyOptions, blocks: int, with_pairs: bool) -> Tiles:
+    tiles = lambda *shape, dtype=BF16: tile_buffer(*shape, CHUNK, BLOCK, dtype=dtype)
+    vectors = lambda *shape: plgpu.SMEM((*shape, CHUNK), F32)
+    return Tiles(
+        starts=tiles(len(START), dtype=F16),
+        rows=tiles(2, 2, blocks),
+        raw=tiles(blocks, dtype=x.g.dtype),
+        norms=vectors(2, blocks),
+        g=tiles(blocks, dtype=F16),
+        k_out=tiles(blocks),
+        decay=vectors(blocks),
+        flags=vectors(blocks),
+        bias=None if options.given else vectors(2, blocks),
+        resets=vectors(2, blocks) if x.resets is not None else None,
+        back=tiles(blocks) if with_pairs else None,
+        a_qk=tiles(1) if with_pairs else None,
+        pattern=tiles(1, dtype=F16) if with_pairs else None,
+        lower=tiles(1, dtype=F16) if with_pairs else None,
+        work=tiles(1, dtype=F16) if with_pairs else None,
+        inverse=tiles(1) if with_pairs else None,
+        roots=vectors(2, 2) if with_pairs else None,
+    )
+
+
+def _barriers(x: KeyArrays, options: KeyOptions) -> Barriers:
+    return Barriers(
+        started=plgpu.Barrier(num_arrivals=len(START)),
+        loaded=plgpu.Barrier(num_arrivals=2 + (not options.given) + (x.resets is not None), num_barriers=4),
+        raw=plgpu.Barrier(num_barriers=2),
+        roots=plgpu.Barrier(num_barriers=2),
+        met=plgpu.Barrier(num_arrivals=2),
+        pattern=plgpu.Barrier(),
+        handed=plgpu.Barrier(),
+        taken=plgpu.Barrier(),
+    )
