@@ -1,6 +1,7 @@
 """The kernels on the CPU, in interpret mode with race detection: values and gradients against the recurrence."""
 
 import functools
+from typing import Any
 
 import jax
 import numpy as np
@@ -35,8 +36,13 @@ def test_values_and_gradients(call, monkeypatch):
 def test_preparing_beside_the_scan_gives_the_same_bits(op, monkeypatch):
     """Without races, which interpret mode sees between programs; and what waits for stores before it tells of them."""
     told, waited = [], []
+
+    def tell(self: _jobs.Handover, _: Any) -> None:
+        told.append(self.made)
+        plgpu.wait_smem_to_gmem(0)
+
     monkeypatch.setattr(_jobs, "_semaphores", lambda chunks: chunks)
-    monkeypatch.setattr(_jobs.Handover, "tell", lambda self, _: (told.append(self.made), plgpu.wait_smem_to_gmem(0)))
+    monkeypatch.setattr(_jobs.Handover, "tell", tell)
     monkeypatch.setattr(_jobs.Handover, "wait", lambda self, _: waited.append(self.made))
     arrays, _ = inputs(Call(op, time=300, key_dim=128, value_dim=128))
 
