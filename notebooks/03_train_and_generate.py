@@ -91,7 +91,6 @@ from flax import nnx
 import jfla
 import jfla.nn
 from jfla.cli import data
-from jfla.decay import decayed_dot
 from jfla.gates import l2norm
 
 plt.style.use("jfla.cli.notebook")
@@ -229,7 +228,9 @@ class PlainLinearAttention(jfla.nn.GatedDeltaNet):
         decay = self._gate()(g[..., None])
         values = jax.nn.sigmoid(beta)[..., None] * v
         q, k, values, decay = (jnp.moveaxis(x, 1, 2) for x in (l2norm(q), l2norm(k), values, decay))
-        a_qk = decayed_dot(self.head_dim**-0.5 * q[:, :, None], k, decay)[:, :, 0]  # [B, H, T, T]
+        before = jnp.cumsum(decay, axis=2)  # [B, H, T, 1]
+        between = jnp.where(jnp.tri(q.shape[2], dtype=bool), before - before.mT, -jnp.inf)
+        a_qk = self.head_dim**-0.5 * q @ k.mT * jnp.exp(between)  # [B, H, T, T]
         return jfla.DeltaRuleOutput(jnp.moveaxis(a_qk @ values, 1, 2), None)
 
 
