@@ -30,6 +30,9 @@ def test_the_command_measures_draws_and_merges(tmp_path: pathlib.Path, monkeypat
     assert "copy" in done.output
     rows = results.read(out).rows
     assert len(rows) == 6
-    assert all(row.ms > 0 and row.errors for row in rows)
+    timed = [row for row in rows if row.timed != "backward"]  # which on a busy machine drowns in noise, and says so
+    assert len(timed) == 4
+    assert all(row.ms is not None and row.ms > 0 and row.errors for row in timed)
+    assert all((row.ms is None) == ("noise" in (row.refused or "")) for row in rows)
     out.write_text("{}")
     assert run("bench-merge", str(files[0]), str(out), "--out", str(out)).exit_code == 2
