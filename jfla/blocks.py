@@ -5,7 +5,9 @@ from jaxtyping import Array, Float
 
 
 def levels(chunk: int) -> list[int]:
-    """The sizes s of the squares of a chunk, a power of two, small ones first."""
+    """The sizes s of the squares of a chunk, small ones first."""
+    if chunk & (chunk - 1):
+        raise ValueError(f"{chunk=} must be a power of two: it is halved down to single tokens")
     return [1 << level for level in range(chunk.bit_length() - 1)]
 
 

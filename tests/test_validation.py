@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import jfla
+from jfla.decay import sum_before
 
 OPS = [jfla.chunk_kda, jfla.chunk_gdn, jfla.recurrent_kda, jfla.recurrent_gdn]
 B, T, H, HV, K, V, S = 2, 6, 2, 4, 3, 5, 3
@@ -208,3 +209,9 @@ def test_the_reference_checks_its_arguments_too(op):
         op(**good(jfla.chunk_kda), implementation="pallas")
     with pytest.raises(TypeError, match="chunk_size"):
         op(ones(B, T, H, K), ones(B, T, H, K), ones(B, T, HV, V), ones(B, T, HV, K), ones(B, T, HV), chunk_size=32)
+
+
+def test_running_sums_take_powers_of_two():
+    """They go by halves."""
+    with pytest.raises(ValueError, match="chunk=40 must be a power of two"):
+        sum_before(jnp.zeros((40, 1)))

@@ -61,6 +61,7 @@ CONFIGURATIONS = [
         ((128, 128), True, 1),
         ((128, 128), False, 64),
         ((128, 128), False, 16),
+        ((64, 128), True, 64),
         ((128, 256) if op == "kda" else (256, 256), False, 1),
     )
 ]
