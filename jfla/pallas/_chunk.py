@@ -14,7 +14,8 @@ from jfla.pallas._patterns import Window
 from jfla.pallas._tile import BF16, F32
 
 ENDS = (_patterns.ALL, _patterns.BEFORE, _patterns.AFTER)
-KDA_STEPS = (*ENDS, *map(_patterns.stretch, reversed(range(_patterns.LEVELS))))
+KDA_STEPS = (*ENDS, *_patterns.PAIRS)
+FIRST_PAIRS = len(ENDS)  # the first step of _patterns.PAIRS
 GDN_STEPS = (_patterns.BEFORE, *ENDS)
 PART = 128  # of K and of V: what one program takes
 
@@ -135,28 +136,24 @@ class Chunk(NamedTuple):
     def values(self) -> list[Any]:
         return [self.at(n) for n in range(self.value_blocks)]
 
-    def exponent(self, step: Any) -> jax.Array:
-        """KDA: the sums of step `step` of KDA_STEPS, [C, 64]."""
-        x = self.sums.sums(self.s.g.at[self.me])
-        self.next(self.sums, step, len(KDA_STEPS))
+    def exponent(self, step: Any, steps: Any, flat: bool = False) -> jax.Array:
+        """KDA: the sums of step `step` of KDA_STEPS, [C, 64]; the next pattern comes, if that is below `steps`.
+
+        `flat`: transposed, of a pattern that is its own transpose.
+        """
+        x = self.sums.sums(self.s.g.at[self.me], flat)
+        self.next(self.sums, step, steps)
         return x
 
-    def spread(self, acc: jax.Array, step: Any, steps: int, tiles: list[Any]) -> jax.Array:
+    def spread(self, acc: jax.Array, step: Any, steps: Any, tiles: list[Any], flat: bool = False) -> jax.Array:
         """acc + the tiles' sum, given back to every decay that the step's exponents added up."""
-        acc = self.adjoints.adjoint(acc, *tiles)
+        acc = self.adjoints.adjoint(acc, *tiles, flat=flat)
         self.next(self.adjoints, step, steps)
         return acc
 
-    def next(self, window: Window, step: Any, steps: int) -> None:
-        """Fetches the next pattern, but for the first of by_halving, which may not be needed."""
+    def next(self, window: Window, step: Any, steps: Any) -> None:
         plgpu.commit_smem()  # every warp is done with the pattern that the next one replaces
-        wanted = (step + 1 < steps) & (step + 1 != 3 if steps == len(KDA_STEPS) else True)
-        pl.when(wanted & (self.me < self.keys.blocks))(lambda: window.fetch(step + 1))
-
-    def fetch(self, step: int) -> None:
-        self.adjoints.fetch(step)
-        if self.source.sums is not None:
-            self.sums.fetch(step)
+        pl.when((step + 1 < steps) & (self.me < self.keys.blocks))(lambda: window.fetch(step + 1))
 
     def meet(self) -> None:
         """Waits for the other warpgroup."""

@@ -14,7 +14,7 @@ import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfla._types import CHUNK
-from jfla.pallas._tile import F16, dot, transposed, zeros
+from jfla.pallas._tile import F16, apart, dot, transposed, zeros
 
 # g is kept as float16 times this, and the ones as 1 / this: a decay loses 2^-12 of itself, or 2^-33 where that is more.
 GATE_SCALE = 256.0
@@ -22,6 +22,7 @@ GATE_SCALE = 256.0
 FAST_RANGE = 110.0
 
 LEVELS = 6  # halvings of a chunk
+NEAR = 4  # the level of blocks of 16
 
 _ROW, _COLUMN = np.indices((CHUNK, CHUNK))
 BEFORE = _COLUMN <= _ROW  # from the chunk's start to the token
@@ -33,6 +34,23 @@ def stretch(level: int) -> np.ndarray:
     """From a token to the middle of its block of 2 * 2^level: back for the later half, on for the earlier one."""
     same = (_ROW >> level) == (_COLUMN >> level)
     return same & np.where((_ROW >> level) & 1, BEFORE, AFTER)
+
+
+def within(level: int) -> np.ndarray:
+    """From the start of a block of 2^level to the token, without its first: 16 tokens of -5 .. 0 are in range."""
+    return ((_ROW >> level) == (_COLUMN >> level)) & BEFORE & (_COLUMN % (1 << level) != 0)
+
+
+# Pairs of tokens where gates are too strong for decays from the chunk's start: first what is inside blocks of 16, from
+# the block's start; then ever smaller squares, through their middle: NEAR_STEPS in all where 16 tokens are in range.
+PAIRS = (within(NEAR), *map(stretch, reversed(range(LEVELS))))
+NEAR_STEPS = 1 + LEVELS - NEAR
+
+
+def pairs_of(step: Any) -> jax.Array:
+    """[C, C]: the pairs that a step of PAIRS is about, and their mirror image; behind the last step, the diagonal."""
+    level = jnp.where(step == 0, NEAR, jnp.maximum(LEVELS - step, 0))
+    return apart(level) == jnp.where((step == 0) | (step > LEVELS), 0, 1)
 
 
 def stack(dtype: Any, *patterns: np.ndarray) -> jax.Array:
@@ -49,12 +67,13 @@ class Window:
     def fetch(self, step: Any) -> None:
         plgpu.copy_gmem_to_smem(self.source.at[step], self.buffer, self.barrier)
 
-    def sums(self, g: Any) -> jax.Array:
-        """[C, 64]: what g [C, 64] adds up to over every token's stretch."""
+    def sums(self, g: Any, flat: bool = False) -> jax.Array:
+        """[C, 64]: what g [C, 64] adds up to over every token's stretch. `flat`: its transpose, if the pattern is."""
         plgpu.barrier_wait(self.barrier)
-        return dot(zeros(CHUNK, CHUNK), (self.buffer, g))
+        return dot(zeros(CHUNK, CHUNK), (transposed(g), self.buffer) if flat else (self.buffer, g))
 
-    def adjoint(self, acc: jax.Array, *parts: Any) -> jax.Array:
-        """acc + pattern^T @ sum of parts."""
+    def adjoint(self, acc: jax.Array, *parts: Any, flat: bool = False) -> jax.Array:
+        """acc + pattern^T @ sum of parts; or its transpose."""
         plgpu.barrier_wait(self.barrier)
-        return dot(acc, *[(transposed(self.buffer), part) for part in parts])
+        pair = lambda part: (transposed(part), self.buffer) if flat else (transposed(self.buffer), part)
+        return dot(acc, *map(pair, parts))

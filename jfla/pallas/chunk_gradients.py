@@ -20,22 +20,29 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfla._types import CHUNK
 from jfla.pallas import _patterns
-from jfla.pallas._chunk import GDN_STEPS, KDA_STEPS, PART, Barriers, Chunk, Ends, Gradients, Sources, Tiles
+from jfla.pallas._channels import channels_gdn, channels_kda
+from jfla.pallas._chunk import (
+    GDN_STEPS,
+    KDA_STEPS,
+    PART,
+    Barriers,
+    Chunk,
+    Ends,
+    Gradients,
+    Sources,
+    Tiles,
+)
 from jfla.pallas._keys import BLOCK, K, KeyArrays, KeyOptions, Keys, Q
 from jfla.pallas._launch import launch
 from jfla.pallas._operands import Place
-from jfla.pallas._patterns import FAST_RANGE, LEVELS
 from jfla.pallas._tile import (
     BF16,
     COLS,
     F16,
     F32,
     ROWS,
-    apart,
     dot,
-    dots,
     index,
-    load,
     pair_decay,
     per_column,
     per_row,
@@ -85,115 +92,6 @@ def weigh(c: Chunk, scalar: bool) -> None:
         tile[...] = (decayed(w, K) if scalar else w).astype(BF16)
 
 
-def meet_states(c: Chunk, values: Any, first: int) -> jax.Array:
-    """values [C, V] @ the state that begins at tile `first`: [C, 64]."""
-    tiles = [(values.at[n], c.state(first + n)) for n in c.values()]
-    return dot(zeros(CHUNK, BLOCK), *tiles)
-
-
-def through_the_chunk(c: Chunk, step: int, steps: int) -> jax.Array:
-    """sum_v S dS, given to every token's decay, before that decay is applied. Leaves two tiles of scratch."""
-    tiles = [c.state(n) for n in c.values()]
-    for n, tile in enumerate(tiles):
-        tile[...] = (load(tile).astype(F32) * load(c.state(2 + n)).astype(F32)).astype(BF16)
-    plgpu.commit_smem()
-    return c.spread(zeros(CHUNK, BLOCK), step, steps, tiles)
-
-
-def channels_gdn(c: Chunk) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """dq, dk, dg [C, 64] of this warpgroup's channels; the pairs' part of dg is in `rows` already."""
-    before = plgpu.load(c.s.before, layout=ROWS)
-    last = plgpu.layout_cast(lax.broadcast_in_dim(c.s.before[CHUNK - 1], (CHUNK,), []), ROWS)
-    decay = lambda x: per_row(jnp.exp2(x), BLOCK)
-    steps = len(GDN_STEPS)
-    dq, dk = meet_states(c, c.s.do, 0), meet_states(c, c.s.dv, 0)
-    c.meet_channels()
-    dg = decay(last) * through_the_chunk(c, 1, steps)
-    dq, dk = decay(before) * dq, -decay(before) * dk
-    dg = c.spread(dg, 2, steps, c.split(c.keys.read(Q, c.me) * dq + c.keys.read(K, c.me) * dk))
-    dk_out = decay(last - before) * meet_states(c, c.s.v_new, 2)
-    dg = c.spread(dg, 3, steps, c.split(c.keys.read(K, c.me) * dk_out))
-    k, q = c.scratch(0), c.scratch(1)
-    k[...] = c.keys.read(K, c.me).astype(BF16)
-    q[...] = c.keys.read(Q, c.me).astype(BF16)
-    plgpu.commit_smem()
-    w_q, w_k = c.s.weights.at[c.at(0)], c.s.weights.at[c.at(1)]
-    dk = dot(dk + dk_out, (w_k, k), (transposed(w_k), k), (transposed(w_q), q))
-    return dot(dq, (w_q, k)), dk, dg
-
-
-def channels_kda(c: Chunk) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The same. Where the chunk's gates allow, its pairs decay from the chunk's start, which takes one factor > 1."""
-    steps = len(KDA_STEPS)
-    c = c.anew(3)
-    dq, dk = meet_states(c, c.s.do, 0), meet_states(c, c.s.dv, 0)
-    c.meet_channels()
-    c = c.anew(4)
-    e = jnp.exp2(c.exponent(0))
-    dg = e * through_the_chunk(c, 0, steps)
-
-    c = c.anew(5)
-    before = c.exponent(1)
-    flags = c.s.flags.at[c.me]
-    flags[...] = jnp.min(before, axis=1)
-    plgpu.commit_smem()
-    fast = jnp.min(plgpu.load(flags, layout=COLS)) > -FAST_RANGE
-
-    def from_start(dq: jax.Array, dk: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        q_in, k_in, k_back = (c.scratch(n) for n in range(3))
-        q_in[...] = (c.keys.read(Q, c.me) * jnp.exp2(before)).astype(BF16)
-        k_in[...] = (c.keys.read(K, c.me) * jnp.exp2(before)).astype(BF16)
-        k_back[...] = (c.keys.read(K, c.me) * jnp.exp2(-before)).astype(BF16)
-        plgpu.commit_smem()
-        w_q, w_k = c.s.weights.at[c.at(0)], c.s.weights.at[c.at(1)]
-        dq, dk = dot(dq, (w_q, k_back)), dot(-dk, (w_k, k_back))
-        back = dot(zeros(CHUNK, BLOCK), (transposed(w_q), q_in), (transposed(w_k), k_in))
-        # With the rounded factors that the matmuls saw, what a pair gives to both its tokens cancels before it.
-        z = load(q_in).astype(F32) * dq + load(k_in).astype(F32) * dk - load(k_back).astype(F32) * back
-        return jnp.exp2(before) * dq, jnp.exp2(before) * dk + jnp.exp2(-before) * back, z
-
-    def states_alone(dq: jax.Array, dk: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        dq, dk = jnp.exp2(before) * dq, -jnp.exp2(before) * dk
-        return dq, dk, c.keys.read(Q, c.me) * dq + c.keys.read(K, c.me) * dk
-
-    dq, dk, z = lax.cond(fast, from_start, states_alone, dq, dk)
-    c = c.anew(6)
-    dg = c.spread(dg, 1, steps, c.split(z))
-
-    c = c.anew(7)
-    dk_out = jnp.exp2(c.exponent(2)) * meet_states(c, c.s.v_new, 2)
-    dg = c.spread(dg, 2, steps, c.split(c.keys.read(K, c.me) * dk_out))
-    return by_halving(c, jnp.where(fast, 0, LEVELS), (dq, dk + dk_out, dg))
-
-
-def by_halving(
-    chunk: Chunk, levels: Any, grads: tuple[jax.Array, jax.Array, jax.Array]
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Adds what pairs give, for any gate: from one half of a block to the other all decays through the middle."""
-
-    def halving(i: Any, grads: tuple[jax.Array, jax.Array, jax.Array]):
-        c = chunk._replace(zero=chunk.zero * i).anew(8)
-        k_tile, q_tile, w_q, w_k = (c.scratch(n) for n in (0, 1, 4, 5))
-        dq, dk, dg = grads
-        level, step = LEVELS - 1 - i, 3 + i
-        across = apart(level) == 1
-        for which, tile in enumerate((w_q, w_k)):
-            tile[...] = jnp.where(across, load(c.s.weights.at[c.at(which)]), zeros(CHUNK, CHUNK).astype(BF16))
-        e = jnp.exp2(c.exponent(step))
-        k_tile[...] = (c.keys.read(K, c.me) * e).astype(BF16)
-        q_tile[...] = (c.keys.read(Q, c.me) * e).astype(BF16)
-        plgpu.commit_smem()
-        none = zeros(CHUNK, BLOCK)
-        late, both = dots(
-            (none, (w_q, k_tile)), (none, (w_k, k_tile), (transposed(w_k), k_tile), (transposed(w_q), q_tile))
-        )
-        z = c.split(load(q_tile).astype(F32) * late, first=2) + c.split(load(k_tile).astype(F32) * both)
-        return dq + e * late, dk + e * both, c.spread(dg, step, len(KDA_STEPS), z)
-
-    pl.when(levels > 0)(lambda: chunk.fetch(3))
-    return lax.fori_loop(0, levels, halving, grads)
-
-
 def finish(c: Chunk, out: Gradients, grads: tuple[jax.Array, jax.Array, jax.Array], scalar: bool) -> None:
     """What a token gives to itself; the cotangents of what the caller passed as q and k; the stores."""
     dq, dk, dg = grads
@@ -203,7 +101,7 @@ def finish(c: Chunk, out: Gradients, grads: tuple[jax.Array, jax.Array, jax.Arra
     if scalar:
         c.s.rows.at[1, c.me][...] = jnp.sum(dg, axis=1)
     else:
-        view(out.dg)[...] = dg
+        view(out.dg)[...] = dg + per_column(plgpu.load(c.s.rows.at[1, c.me], layout=COLS), CHUNK)
     for which, dx in ((Q, dq), (K, dk)):
         dx = dx * c.keys.scale(which)
         if c.keys.options.qk_norm and c.all_channels:
@@ -307,7 +205,8 @@ def chunk_gradients(
         c.meet()
         weigh(c.anew(1), scalar)
         c.meet()
-        pl.when(me < blocks)(lambda: finish(c.anew(2), out, (channels_gdn if scalar else channels_kda)(c), scalar))
+        own = c if blocks == 2 else c._replace(me=c.zero)
+        pl.when(me < blocks)(lambda: finish(own.anew(2), out, (channels_gdn if scalar else channels_kda)(own), scalar))
         c.meet()
 
         @pl.when(me == 0)

@@ -1,20 +1,19 @@
 """Kernel: everything about a chunk that needs no state, for KDA: gate, decayed dots, inverse, operands.
 
 The decayed dots decay from the chunk's start, which takes one factor > 1, in the rows where the gates allow it; what a
-row becomes depends on no later token. In the other rows they go by halving: a square between two blocks of s tokens
-decays through their boundary, and both factors are <= 1, for s = 32, 16 .. 1, and last a token with itself.
+row becomes depends on no later token. In the other rows they decay from the block's start inside blocks of 16 tokens,
+and between blocks of s tokens through their boundary, where both factors are <= 1, for s = 32, 16; and where not even
+16 tokens are in range, for s = 8 .. 1 too, and last a token with itself.
 
 Every program takes chunks until none are left. Two warpgroups share a chunk: each makes the operands of 64 channels,
 then one multiplies the rows of q, the other those of k. A third inverts, while the two go on to the next chunk, which
 is in shared memory by then.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -23,8 +22,9 @@ from jfla._types import CHUNK
 from jfla.pallas import _patterns
 from jfla.pallas._jobs import Handover, Job, Promise
 from jfla.pallas._keys import BLOCK, K, KeyArrays, KeyOptions, Keys, Q
-from jfla.pallas._operands import Operands, Pairs, Place
-from jfla.pallas._patterns import FAST_RANGE
+from jfla.pallas._operands import Operands, Pairs
+from jfla.pallas._patterns import FAST_RANGE, NEAR_STEPS, pairs_of
+from jfla.pallas._team import START, STRONG, Barriers, PrepareArrays, Team, Tiles, barriers, buffers
 from jfla.pallas._tile import (
     BF16,
     COLS,
@@ -32,133 +32,16 @@ from jfla.pallas._tile import (
     F32,
     ROWS,
     Inverse,
-    apart,
     dot,
     index,
     load,
     per_row,
-    shift,
-    tile_buffer,
     transposed,
     write_inverse,
     write_lower,
     zeros,
 )
 from jfla.pallas._work import Turn, Work
-
-START = (_patterns.BEFORE, _patterns.AFTER)
-HALVING = (*map(_patterns.stretch, reversed(range(_patterns.LEVELS))), np.zeros((CHUNK, CHUNK), bool))
-
-
-class PrepareArrays(NamedTuple):
-    """What the kernel reads. roots: of beta, [B, HV, N, 2, C], unless the pairs are known; START and HALVING."""
-
-    keys: KeyArrays
-    roots: Any
-    starts: Any
-    halving: Any
-
-
-class Tiles(NamedTuple):
-    """Shared memory. Tiles are [C, 64], one per block of 64 channels where there are blocks."""
-
-    starts: Any  # the patterns of START, float16
-    rows: Any  # [2 chunks, 2, blocks]: q and k, raw and then decayed
-    raw: Any  # [blocks]: g as the caller passed it
-    norms: Any  # [2, blocks, C]
-    g: Any  # [blocks], float16
-    k_out: Any  # [blocks]
-    decay: Any  # [blocks, 64]
-    flags: Any  # [blocks, C]: the strongest sum of decays up to a token
-    bias: Any  # [2 chunks, blocks, 64]
-    resets: Any  # [2 chunks, blocks, C]
-    back: Any  # [blocks]: k decayed backwards, to the chunk's start
-    a_qk: Any  # one tile
-    pattern: Any  # one float16 tile of HALVING
-    lower: Any  # one float16 tile, what is inverted
-    work: Any  # one float16 tile
-    inverse: Any  # one tile
-    roots: Any  # [2, 2, C]: beta's, for the second and the third warpgroup
-
-
-class Barriers(NamedTuple):
-    started: Any
-    loaded: Any  # [2 warpgroups * 2 chunks]
-    raw: Any  # [2 warpgroups]
-    roots: Any  # [2]
-    met: Any
-    pattern: Any
-    handed: Any  # what is inverted is there
-    taken: Any  # and may be replaced
-
-
-class Team(NamedTuple):
-    """One warpgroup at one chunk."""
-
-    me: Any
-    turn: Turn
-    keys: Keys
-    arrays: PrepareArrays
-    s: Tiles
-    barriers: Barriers
-    handover: Handover
-
-    def all(self, tiles: Any) -> list[Any]:
-        """Every block's tile; traced numbers, because `dot` cannot close over a reference that a Python int indexed."""
-        return [tiles.at[self.turn.zero + b] for b in range(self.keys.blocks)]
-
-    def rows_with(self, columns: Any) -> jax.Array:
-        """[C, C]: this warpgroup's rows, q or k, times the columns' tiles."""
-        rows = self.all(self.s.rows.at[self.turn.number & 1, self.me])
-        return dot(zeros(CHUNK, CHUNK), *[(a, transposed(b)) for a, b in zip(rows, self.all(columns))])
-
-    def anew(self, zero: Any) -> "Team":
-        """The same, of which the compiler knows nothing yet.
-
-        It would compute what both need once, before a loop that few chunks enter, and keep it in registers meanwhile.
-        """
-        chunk = self.keys.place.chunk + zero
-        slot, rows = self.turn.number & 1, self.s.rows
-        keys = self.keys._replace(
-            place=self.keys.place._replace(chunk=chunk), q=rows.at[slot, zero], k=rows.at[slot, zero + 1]
-        )
-        return self._replace(me=self.me + zero, turn=self.turn._replace(zero=zero), keys=keys)
-
-    def meet(self) -> None:
-        """Of the two warpgroups that share the chunk."""
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(self.barriers.met)
-        plgpu.barrier_wait(self.barriers.met)
-
-    def channels(self, body: Callable[[], None]) -> None:
-        """Runs `body` in the warpgroups that have channels."""
-        if self.keys.blocks == 2:
-            body()
-        else:
-            pl.when(self.me == 0)(body)
-
-    def fetch(self, place: Place, number: Any) -> None:
-        """q and k of this warpgroup's channels, into the slot of that chunk."""
-        b, slot = self.me, number & 1
-        barrier, columns = self.barriers.loaded.at[2 * b + slot], pl.ds(b * BLOCK, BLOCK)
-        for which, source in ((Q, self.arrays.keys.q), (K, self.arrays.keys.k)):
-            view = place.rows(source, self.keys.value_heads, columns)
-            plgpu.copy_gmem_to_smem(view, self.s.rows.at[slot, which, b], barrier)
-        if self.s.bias is not None:
-            plgpu.copy_gmem_to_smem(self.arrays.keys.bias.at[place.head, columns], self.s.bias.at[slot, b], barrier)
-        if self.s.resets is not None:
-            resets = self.arrays.keys.resets.at[place.batch, place.tokens]
-            plgpu.copy_gmem_to_smem(resets, self.s.resets.at[slot, b], barrier)
-
-    def fetch_gate(self, place: Place) -> None:
-        view = place.rows(self.arrays.keys.g, self.keys.value_heads, pl.ds(self.me * BLOCK, BLOCK))
-        plgpu.copy_gmem_to_smem(view, self.s.raw.at[self.me], self.barriers.raw.at[self.me])
-
-    def fetch_roots(self) -> None:
-        """For the warpgroups 1 and 2."""
-        place, which = self.keys.place, self.me - 1
-        source = place.tile(self.arrays.roots)
-        plgpu.copy_gmem_to_smem(source, self.s.roots.at[which], self.barriers.roots.at[which])
 
 
 def operands(t: Team, out: Operands, pairs: bool) -> None:
@@ -167,11 +50,12 @@ def operands(t: Team, out: Operands, pairs: bool) -> None:
     columns = pl.ds(b * BLOCK, BLOCK)
     sums = lambda pattern: dot(zeros(CHUNK, BLOCK), (pattern, t.s.g.at[b]))
     k = keys.read(K, b)
-    t.s.k_out.at[b][...] = (k * jnp.exp2(sums(t.s.starts.at[t.turn.zero + 1]))).astype(BF16)
+    k_out = t.s.decayed.at[t.turn.zero]
+    k_out.at[b][...] = (k * jnp.exp2(sums(t.s.starts.at[t.turn.zero + 1]))).astype(BF16)
     before = sums(t.s.starts.at[t.turn.zero])
     if pairs:
-        t.s.flags.at[b][...] = jnp.min(before, axis=1)
-        t.s.back.at[b][...] = (keys.read(K, b) * jnp.exp2(jnp.minimum(-before, FAST_RANGE))).astype(BF16)
+        t.s.lowest.at[b][...] = jnp.min(before, axis=1)
+        t.columns.at[b][...] = (keys.read(K, b) * jnp.exp2(jnp.minimum(-before, FAST_RANGE))).astype(BF16)
     e = jnp.exp2(before)
     keys.k.at[b][...] = (keys.read(K, b) * e).astype(BF16)
     keys.q.at[b][...] = (keys.read(Q, b) * e).astype(BF16)
@@ -179,43 +63,82 @@ def operands(t: Team, out: Operands, pairs: bool) -> None:
     total = dot(zeros(BLOCK, CHUNK), (transposed(t.s.g.at[b]), t.s.starts.at[t.turn.zero]))
     t.s.decay.at[b][...] = jnp.exp2(jnp.sum(jnp.where(index(1) == 0, total, zeros(BLOCK, CHUNK)), axis=1))
     plgpu.commit_smem()
-    for source, target in zip((keys.q, keys.k, t.s.k_out), out[:3]):
+    for source, target in zip((keys.q, keys.k, k_out), out[:3]):
         plgpu.copy_smem_to_gmem(source.at[b], keys.place.tile(target).at[:, columns])
     plgpu.copy_smem_to_gmem(t.s.decay.at[b], keys.place.tile(out.decay).at[columns])
 
 
 def pair_dots(t: Team) -> jax.Array:
     """[C, C]: q_i . k_j (this is the first warpgroup) or k_i . k_j with the decay from j to i, for j <= i."""
-    x = jnp.where(index(1) <= index(0), t.rows_with(t.s.back), zeros(CHUNK, CHUNK))
-    lowest = [plgpu.load(flags, layout=COLS) for flags in t.all(t.s.flags)]
-    exact = jnp.min(lowest[0] if len(lowest) == 1 else jnp.minimum(*lowest)) <= -FAST_RANGE
-    return lax.fori_loop(0, jnp.where(exact, len(HALVING), 0), lambda i, x: halve(t, i, x), x)
+    x = jnp.where(index(1) <= index(0), t.products(t.rows, t.columns), zeros(CHUNK, CHUNK))
+    return lax.cond(too_strong(t, t.s.lowest), lambda x: strong_dots(t, x), lambda x: x, x)
 
 
-def halve(t: Team, i: Any, x: jax.Array) -> jax.Array:
-    """Replaces the squares of level 5 - i, and last the diagonal, in the rows that the gates are too strong for."""
-    t = t.anew(i & t.turn.zero)
-    keys, pattern = t.keys, t.s.pattern.at[t.turn.zero]
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    t.meet()  # nobody reads the tiles and the pattern any more
-    pl.when(t.me == 1)(lambda: plgpu.copy_gmem_to_smem(t.arrays.halving.at[i], pattern, t.barriers.pattern))
+def too_strong(t: Team, lowest: Any) -> Any:
+    """Whether the gates are for some row."""
+    lowest = [plgpu.load(x, layout=COLS) for x in t.all(lowest)]
+    return jnp.min(lowest[0] if len(lowest) == 1 else jnp.minimum(*lowest)) <= -FAST_RANGE
+
+
+def strong_rows(t: Team, lowest: Any) -> jax.Array:
+    """[C, C]: the rows for which they are."""
+    lowest = [plgpu.load(x, layout=ROWS) for x in t.all(lowest)]
+    return per_row(lowest[0] if len(lowest) == 1 else jnp.minimum(*lowest), CHUNK) <= -FAST_RANGE
+
+
+def strong_dots(t: Team, x: jax.Array) -> jax.Array:
+    """x, with what is right in the rows that the gates are too strong for."""
+    t = t.anew(t.turn.number & t.turn.zero)
+    t.fetch_again()
+    x = inside_blocks(t, x)
+    steps = jnp.where(too_strong(t, t.s.near), len(STRONG), NEAR_STEPS)
+    return lax.fori_loop(1, steps, lambda i, x: halve(t.anew(i & t.turn.zero), i, steps, x), x)
+
+
+def inside_blocks(t: Team, x: jax.Array) -> jax.Array:
+    """Pairs inside blocks of 16 tokens decay from the block's start, which takes one factor > 1."""
     plgpu.barrier_wait(t.barriers.pattern)
 
     @t.channels
     def _():
-        b = t.me
-        e = jnp.exp2(dot(zeros(CHUNK, BLOCK), (pattern, t.s.g.at[b])))
-        for which, tile, source in ((Q, keys.q, t.arrays.keys.q), (K, keys.k, t.arrays.keys.k)):
-            tile.at[b][...] = (keys.reread(which, source, b) * e).astype(BF16)
+        b, keys = t.me, t.keys
+        q, k_back, k = (t.s.decayed.at[t.turn.zero + n, b] for n in range(3))
+        sums = dot(zeros(CHUNK, BLOCK), (t.s.pattern.at[t.turn.zero], t.s.g.at[b]))
+        t.s.near.at[b][...] = jnp.min(sums, axis=1)
+        k_back[...] = (keys.read(K, b) * jnp.exp2(jnp.minimum(-sums, FAST_RANGE))).astype(BF16)
+        e = jnp.exp2(sums)
+        q[...] = (keys.read(Q, b) * e).astype(BF16)
+        k[...] = (keys.read(K, b) * e).astype(BF16)
 
     t.meet()
-    new = t.rows_with(keys.k)
-    level, differ = jnp.maximum(5 - i, 0), jnp.where(i < 6, 1, 0)
-    late = shift(index(0), level) & differ
-    square = (apart(level) == differ) & (late == differ)
-    lowest = [plgpu.load(flags, layout=ROWS) for flags in t.all(t.s.flags)]
-    lowest = lowest[0] if len(lowest) == 1 else jnp.minimum(*lowest)
-    return jnp.where(square & (per_row(lowest, CHUNK) <= -FAST_RANGE), new, x)
+    pl.when(t.me == 1)(lambda: t.fetch_pattern(1))
+    new = t.products(t.s.decayed.at[2 * t.me], t.columns)
+    here = pairs_of(0) & (index(1) <= index(0)) & strong_rows(t, t.s.lowest)
+    t.meet()
+    return jnp.where(here, new, x)
+
+
+def halve(t: Team, i: Any, steps: Any, x: jax.Array) -> jax.Array:
+    """Pairs in the squares of step i of STRONG decay through the middle, both factors <= 1; last, a token with itself.
+
+    Those inside blocks of 16 are replaced only in rows that the gates are too strong for even from the block's start.
+    """
+    plgpu.barrier_wait(t.barriers.pattern)
+
+    @t.channels
+    def _():
+        b, keys = t.me, t.keys
+        e = jnp.exp2(dot(zeros(CHUNK, BLOCK), (t.s.pattern.at[t.turn.zero], t.s.g.at[b])))
+        for which in (Q, K):
+            t.s.decayed.at[t.turn.zero + which, b][...] = (keys.read(which, b) * e).astype(BF16)
+
+    t.meet()
+    pl.when((t.me == 1) & (i + 1 < steps))(lambda: t.fetch_pattern(i + 1))
+    new = t.products(t.s.decayed.at[t.me], t.columns)
+    here = pairs_of(i) & (index(1) <= index(0)) & strong_rows(t, t.s.lowest)
+    here = here & ((i < NEAR_STEPS) | strong_rows(t, t.s.near))
+    t.meet()
+    return jnp.where(here, new, x)
 
 
 def load_chunk(t: Team) -> None:
@@ -255,7 +178,7 @@ def share_chunk(t: Team, out: Operands, pairs: Pairs | None) -> None:
 
     @pl.when(t.me == 0)
     def _queries():
-        a_qk = t.s.a_qk.at[t.turn.zero]
+        a_qk = t.s.decayed.at[t.turn.zero + 2, t.turn.zero]
         a_qk[...] = x.astype(BF16)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(a_qk, keys.place.tile(pairs.a_qk))
@@ -289,16 +212,16 @@ def prepare_kda(x: KeyArrays, roots: jax.Array | None, heads: int, options: KeyO
     n_chunks, blocks = padded // CHUNK, key_dim // BLOCK
     work = Work(batch, heads, n_chunks, workers=1, programs=programs)
     packed, with_pairs = x.resets is not None, roots is not None
-    sources = [x.q, x.k, x.g, x.rates, x.bias, _patterns.stack(F16, *START), _patterns.stack(F16, *HALVING)]
+    sources = [x.q, x.k, x.g, x.rates, x.bias, _patterns.stack(F16, *START), _patterns.stack(F16, *STRONG)]
     sources += [jnp.zeros(1, jnp.int32), *(a for a in (roots, x.resets) if a is not None)]
 
     def body(refs: list[Any], scratch: Any, program: Any, handover: Handover) -> None:
-        q_g, k_g, g_g, rates_g, bias_g, starts_g, halving_g, zero_g, *rest = refs
+        q_g, k_g, g_g, rates_g, bias_g, starts_g, strong_g, zero_g, *rest = refs
         roots_g = rest.pop(0) if with_pairs else None
         resets_g = rest.pop(0) if packed else None
         out, pairs = Operands(*rest[:4]), Pairs(*rest[4:]) if with_pairs else None
         buffers, *barriers = scratch
-        arrays = PrepareArrays(KeyArrays(q_g, k_g, g_g, rates_g, bias_g, resets_g), roots_g, starts_g, halving_g)
+        arrays = PrepareArrays(KeyArrays(q_g, k_g, g_g, rates_g, bias_g, resets_g), roots_g, starts_g, strong_g)
         s, at, me = Tiles(*buffers), Barriers(*barriers), lax.axis_index("wg")
 
         def team(turn: Turn) -> Team:
@@ -356,45 +279,8 @@ def prepare_kda(x: KeyArrays, roots: jax.Array | None, heads: int, options: KeyO
         (*out, *(pairs or ())),
         programs=work.used,
         warpgroups=3 if with_pairs else 2,
-        buffers=_buffers(x, options, blocks, with_pairs),
-        barriers=_barriers(x, options),
+        buffers=buffers(x, options, blocks, with_pairs),
+        barriers=barriers(x, options, blocks),
         body=body,
     )
     return Promise(job, (out, pairs, None))
-
-
-def _buffers(x: KeyArrays, options: KeyOptions, blocks: int, with_pairs: bool) -> Tiles:
-    tiles = lambda *shape, dtype=BF16: tile_buffer(*shape, CHUNK, BLOCK, dtype=dtype)
-    vectors = lambda *shape: plgpu.SMEM((*shape, CHUNK), F32)
-    return Tiles(
-        starts=tiles(len(START), dtype=F16),
-        rows=tiles(2, 2, blocks),
-        raw=tiles(blocks, dtype=x.g.dtype),
-        norms=vectors(2, blocks),
-        g=tiles(blocks, dtype=F16),
-        k_out=tiles(blocks),
-        decay=vectors(blocks),
-        flags=vectors(blocks),
-        bias=None if options.given else vectors(2, blocks),
-        resets=vectors(2, blocks) if x.resets is not None else None,
-        back=tiles(blocks) if with_pairs else None,
-        a_qk=tiles(1) if with_pairs else None,
-        pattern=tiles(1, dtype=F16) if with_pairs else None,
-        lower=tiles(1, dtype=F16) if with_pairs else None,
-        work=tiles(1, dtype=F16) if with_pairs else None,
-        inverse=tiles(1) if with_pairs else None,
-        roots=vectors(2, 2) if with_pairs else None,
-    )
-
-
-def _barriers(x: KeyArrays, options: KeyOptions) -> Barriers:
-    return Barriers(
-        started=plgpu.Barrier(num_arrivals=len(START)),
-        loaded=plgpu.Barrier(num_arrivals=2 + (not options.given) + (x.resets is not None), num_barriers=4),
-        raw=plgpu.Barrier(num_barriers=2),
-        roots=plgpu.Barrier(num_barriers=2),
-        met=plgpu.Barrier(num_arrivals=2),
-        pattern=plgpu.Barrier(),
-        handed=plgpu.Barrier(),
-        taken=plgpu.Barrier(),
-    )

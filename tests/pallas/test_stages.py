@@ -14,12 +14,12 @@ from jfla._types import CHUNK
 from jfla._validate import DEFAULTS, validate
 from jfla.gates import log_decay
 from jfla.nn import KimiDeltaAttention
-from jfla.pallas import _chunk, delta_rule, prepare_kda
+from jfla.pallas import _chunk, _team, delta_rule, prepare_kda
 from jfla.pallas import chunk_gradients as gradients_kernel
 from jfla.pallas._arrays import kernel_arrays, key_arrays, key_options, log2_decays
 from jfla.pallas._jobs import run
 from jfla.pallas._operands import Operands, Pairs
-from jfla.pallas._patterns import FAST_RANGE, LEVELS
+from jfla.pallas._patterns import FAST_RANGE, NEAR_STEPS
 from jfla.pallas._walk import WalkConfig
 from jfla.pallas.scan import backward_scans, output_scan
 from jfla.reference import chunked
@@ -176,8 +176,9 @@ def gates(name: str, heads: int, time: int) -> tuple[jax.Array, Any]:
     g = jax.random.normal(jax.random.key(3), (1, time, heads, 128))
     if name == "log_sigmoid":
         return jax.nn.log_sigmoid(g), None
-    if name == "one strong chunk":  # and of that only the second half of the channels
-        return jax.nn.log_sigmoid(g).at[:, CHUNK : 2 * CHUNK, 0, 64:].set(-50.0), None
+    if name == "strong chunks":  # one of them in blocks of 16 too, and of both only one half of the channels
+        g = jax.nn.log_sigmoid(g).at[:, :CHUNK, 0, :64].set(-4.0)
+        return g.at[:, CHUNK : 2 * CHUNK, 0, 64:].set(-50.0), None
     if name == "bounded, raw":
         return g, jfla.SigmoidGate(lower_bound=-5.0)
     parameters = layer.a_log[...], layer.dt_bias[...]
@@ -185,17 +186,28 @@ def gates(name: str, heads: int, time: int) -> tuple[jax.Array, Any]:
     return g * (1.0 if "spread" in name else 0.1), gate
 
 
-def too_strong(g: jax.Array, gate: Any) -> np.ndarray:
-    """[B, HV, N, 2]: the chunks' halves of 64 channels with a channel that decays by more than 2^-FAST_RANGE."""
-    decay = to_chunks(log_decay(g, gate)).sum(axis=3) / np.log(2)
-    return decay.reshape(*decay.shape[:3], 2, 64).min(axis=-1) <= -FAST_RANGE
+def out_of_range(decay: np.ndarray) -> np.ndarray:
+    """[B, HV, N, 2]: the halves of 64 channels, of [B, HV, N, channels], with one that decays by 2^-FAST_RANGE."""
+    return (decay.reshape(*decay.shape[:3], 2, 64) / np.log(2)).min(axis=-1) <= -FAST_RANGE
 
 
-def in_exact_form(g: jax.Array, gate: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[np.ndarray, np.ndarray]:
-    """[B, HV, N] of prepare, [B, HV, N, 2] of the gradients: who reads the patterns of halving, of which NaN tells."""
+def too_strong(g: jax.Array, gate: Any) -> tuple[np.ndarray, np.ndarray]:
+    """[B, HV, N, 2]: the halves of chunks whose gates are too strong from the chunk's start; and from blocks of 16."""
+    decay = to_chunks(log_decay(g, gate))
+    blocks = decay.reshape(*decay.shape[:3], 4, 16, -1)[..., 1:, :]  # without their first tokens
+    strong = out_of_range(decay.sum(axis=3))
+    return strong, strong & out_of_range(blocks.sum(axis=4).min(axis=3))
+
+
+def who_reads(first: int, g: jax.Array, gate: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[np.ndarray, np.ndarray]:
+    """[B, HV, N] of prepare, [B, HV, N, 2] of the gradients: who reads the patterns of PAIRS from `first` on.
+
+    NaN in these tells.
+    """
     nan = np.full((CHUNK, CHUNK), np.nan)
-    monkeypatch.setattr(prepare_kda, "HALVING", [nan] * len(prepare_kda.HALVING))
-    monkeypatch.setattr(gradients_kernel, "KDA_STEPS", [*_chunk.ENDS, *[nan] * LEVELS])
+    spoiled = lambda steps, first: [*steps[:first], *[nan] * len(steps[first:])]
+    monkeypatch.setattr(prepare_kda, "STRONG", spoiled(_team.STRONG, first))
+    monkeypatch.setattr(gradients_kernel, "KDA_STEPS", spoiled(_chunk.KDA_STEPS, _chunk.FIRST_PAIRS + first))
     batch, time, heads, _ = g.shape
     arrays, rest = inputs(Call("kda", batch=batch, time=time, heads=heads, group=1, key_dim=128))
     given, options = validate("kda", **(DEFAULTS | arrays | rest | {"g": g, "gate": gate}))
@@ -213,21 +225,23 @@ def in_exact_form(g: jax.Array, gate: Any, monkeypatch: pytest.MonkeyPatch) -> t
     return in_a_qk, np.isnan(dq.reshape(*dq.shape[:4], 2, 64)).any(axis=(3, 5))
 
 
+@pytest.mark.parametrize("which", ["strong", "strongest"])
 @pytest.mark.parametrize(
-    ("name", "heads", "time", "exact_chunks"),
+    ("name", "heads", "time", "strong_chunks"),
     [
-        pytest.param("published", 3, 64, 1, marks=pytest.mark.slow),
-        pytest.param("bounded", 2, 64, 0, marks=pytest.mark.slow),
-        ("one strong chunk", 1, 192, 1),
+        pytest.param("published", 3, 64, (1, 0), marks=pytest.mark.slow),
+        pytest.param("bounded", 2, 64, (0, 0), marks=pytest.mark.slow),
+        ("strong chunks", 1, 192, (2, 1)),
     ],
 )
-def test_only_chunks_with_too_strong_gates_take_the_exact_form(name, heads, time, exact_chunks, monkeypatch):
+def test_only_chunks_with_too_strong_gates_take_the_other_forms(name, heads, time, strong_chunks, which, monkeypatch):
+    n = ("strong", "strongest").index(which)
     g, gate = gates(name, heads, time)
-    prepared, differentiated = in_exact_form(g, gate, monkeypatch)
-    expected = too_strong(g, gate)
+    prepared, differentiated = who_reads((0, NEAR_STEPS)[n], g, gate, monkeypatch)
+    expected = too_strong(g, gate)[n]
     np.testing.assert_array_equal(differentiated, expected)
     np.testing.assert_array_equal(prepared, expected.any(axis=-1))
-    assert prepared.sum() == exact_chunks
+    assert prepared.sum() == strong_chunks[n]
 
 
 @pytest.mark.parametrize(
@@ -241,6 +255,10 @@ def test_only_chunks_with_too_strong_gates_take_the_exact_form(name, heads, time
     ],
 )
 def test_how_many_chunks_take_the_fast_form(name, least, most):
-    """Of 512. With the gates that the layer begins with, 0.70: heads whose rate exp(a_log) is above some 12 do not."""
-    fast = ~too_strong(*gates(name, 128, 256)).any(axis=-1)
-    assert least <= fast.mean() <= most
+    """Of 512. With the gates that the layer begins with, 0.70: heads whose rate exp(a_log) is above some 12 do not.
+
+    For all others of these, blocks of 16 tokens are in range.
+    """
+    strong, strongest = too_strong(*gates(name, 128, 256))
+    assert least <= 1 - strong.any(axis=-1).mean() <= most
+    assert not strongest.any()

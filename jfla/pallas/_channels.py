@@ -1,0 +1,161 @@
+"""What the channels of one warpgroup get in the gradients of a chunk: dq, dk, dg, for GDN and for KDA."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jfla._types import CHUNK
+from jfla.pallas._chunk import FIRST_PAIRS, GDN_STEPS, KDA_STEPS, Chunk
+from jfla.pallas._keys import BLOCK, K, Q
+from jfla.pallas._patterns import FAST_RANGE, NEAR_STEPS, pairs_of
+from jfla.pallas._tile import BF16, COLS, F32, ROWS, dot, index, load, per_row, transposed, zeros
+
+NEVER = -1e30  # as an exponent
+settled = lax.optimization_barrier
+
+
+def meet_states(c: Chunk, values: Any, first: int) -> jax.Array:
+    """values [C, V] @ the state that begins at tile `first`: [C, 64]."""
+    tiles = [(values.at[n], c.state(first + n)) for n in c.values()]
+    return dot(zeros(CHUNK, BLOCK), *tiles)
+
+
+def through_the_chunk(c: Chunk) -> list[Any]:
+    """S dS, element by element, in two tiles of scratch: summed over v, what every decay of the chunk gets."""
+    tiles = [c.state(n) for n in c.values()]
+    for n, tile in enumerate(tiles):
+        tile[...] = (load(tile).astype(F32) * load(c.state(2 + n)).astype(F32)).astype(BF16)
+    plgpu.commit_smem()
+    return tiles
+
+
+def channels_gdn(c: Chunk) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """dq, dk, dg [C, 64] of this warpgroup's channels; the pairs' part of dg is in `rows` already."""
+    before = plgpu.load(c.s.before, layout=ROWS)
+    last = plgpu.layout_cast(lax.broadcast_in_dim(c.s.before[CHUNK - 1], (CHUNK,), []), ROWS)
+    decay = lambda x: per_row(jnp.exp2(x), BLOCK)
+    steps = len(GDN_STEPS)
+    dq, dk = meet_states(c, c.s.do, 0), meet_states(c, c.s.dv, 0)
+    c.meet_channels()
+    dg = decay(last) * c.spread(zeros(CHUNK, BLOCK), 1, steps, through_the_chunk(c))
+    dq, dk = decay(before) * dq, -decay(before) * dk
+    dg = c.spread(dg, 2, steps, c.split(c.keys.read(Q, c.me) * dq + c.keys.read(K, c.me) * dk))
+    dk_out = decay(last - before) * meet_states(c, c.s.v_new, 2)
+    dg = c.spread(dg, 3, steps, c.split(c.keys.read(K, c.me) * dk_out))
+    k, q = c.scratch(0), c.scratch(1)
+    k[...] = c.keys.read(K, c.me).astype(BF16)
+    q[...] = c.keys.read(Q, c.me).astype(BF16)
+    plgpu.commit_smem()
+    w_q, w_k = c.s.weights.at[c.at(0)], c.s.weights.at[c.at(1)]
+    dk = dot(dk + dk_out, (w_k, k), (transposed(w_k), k), (transposed(w_q), q))
+    return dot(dq, (w_q, k)), dk, dg
+
+
+def channels_kda(c: Chunk) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The same. Where the chunk's gates allow, its pairs decay from the chunk's start, which takes one factor > 1."""
+    c, none = c.anew(3), zeros(CHUNK, BLOCK)
+    dq, dk = meet_states(c, c.s.do, 0), meet_states(c, c.s.dv, 0)
+    c.meet_channels()
+    c = c.anew(4)
+    # The same for every token, so a vector is kept: [channels, C] with equal columns.
+    e = jnp.exp2(c.exponent(0, FIRST_PAIRS, flat=True))
+    through = e * c.spread(none, 0, FIRST_PAIRS, through_the_chunk(c), flat=True)
+    c.s.rows.at[1, c.me][...] = jnp.sum(jnp.where(index(1) == 0, through, none), axis=1)
+
+    c = c.anew(5)
+    before = c.exponent(1, FIRST_PAIRS)
+    fast = in_range(c, before)
+
+    def from_start(dq: jax.Array, dk: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        q_in, k_in, k_back = (c.scratch(n) for n in range(3))
+        q_in[...] = (c.keys.read(Q, c.me) * jnp.exp2(before)).astype(BF16)
+        k_in[...] = (c.keys.read(K, c.me) * jnp.exp2(before)).astype(BF16)
+        k_back[...] = (c.keys.read(K, c.me) * jnp.exp2(-before)).astype(BF16)
+        plgpu.commit_smem()
+        w_q, w_k = c.s.weights.at[c.at(0)], c.s.weights.at[c.at(1)]
+        dq, dk = dot(dq, (w_q, k_back)), dot(-dk, (w_k, k_back))
+        back = dot(zeros(CHUNK, BLOCK), (transposed(w_q), q_in), (transposed(w_k), k_in))
+        z = load(q_in).astype(F32) * dq + load(k_in).astype(F32) * dk - load(k_back).astype(F32) * back
+        return jnp.exp2(before) * dq, jnp.exp2(before) * dk + jnp.exp2(-before) * back, z
+
+    def states_alone(dq: jax.Array, dk: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        dq, dk = jnp.exp2(before) * dq, -jnp.exp2(before) * dk
+        return dq, dk, c.keys.read(Q, c.me) * dq + c.keys.read(K, c.me) * dk
+
+    dq, dk, z = lax.cond(fast, from_start, states_alone, dq, dk)
+    c = c.anew(6)
+    dg = c.spread(none, 1, FIRST_PAIRS, c.split(z))
+
+    c = c.anew(7)
+    dk_out = jnp.exp2(c.exponent(2, FIRST_PAIRS)) * meet_states(c, c.s.v_new, 2)
+    dg = c.spread(dg, 2, FIRST_PAIRS, c.split(c.keys.read(K, c.me) * dk_out))
+    return strong_pairs(c, FIRST_PAIRS + jnp.where(fast, 0, NEAR_STEPS), (dq, dk + dk_out, dg))
+
+
+def in_range(c: Chunk, exponents: jax.Array) -> Any:
+    """Whether this warpgroup's channels may decay backwards by these."""
+    flags = c.s.flags.at[c.me]
+    flags[...] = jnp.min(exponents, axis=1)
+    plgpu.commit_smem()
+    return jnp.min(plgpu.load(flags, layout=COLS)) > -FAST_RANGE
+
+
+def strong_pairs(
+    chunk: Chunk, end: Any, grads: tuple[jax.Array, jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Adds what pairs give, for any gate, in the steps up to `end`: see _patterns.PAIRS.
+
+    From a block's start, a later token decays on and an earlier one back, which takes a factor > 1. Through a middle,
+    both decay towards it. Where not even blocks of 16 tokens are in range, the squares inside them come last.
+    """
+
+    def step(i: Any, end: Any, grads: tuple[jax.Array, jax.Array, jax.Array]):
+        dq, dk, dg = grads
+        c = chunk._replace(zero=chunk.zero * i).anew(8)
+        q, k, k_back, e, w_q, w_k = (c.scratch(n) for n in range(6))
+        inside, here = i == FIRST_PAIRS, pairs_of(i - FIRST_PAIRS)
+        for which, tile in enumerate((w_q, w_k)):
+            plgpu.commit_smem()  # one at a time, else the compiler has both masks in registers
+            tile[...] = jnp.where(here, load(c.s.weights.at[c.at(which)]), zeros(CHUNK, CHUNK).astype(BF16))
+
+        exponents = c.sums.sums(c.s.g.at[c.me])
+        beyond = lax.cond(inside, lambda: ~in_range(c, exponents), lambda: jnp.bool_(False))
+        end = jnp.where(beyond, len(KDA_STEPS), end)
+        c.next(c.sums, i, end)
+        exponents += jnp.where(beyond, NEVER, 0.0)  # nothing comes of this step then
+        back = jnp.where(inside, jnp.where(beyond, 0.0, -1.0), 1.0) * exponents
+        e[...] = jnp.exp2(exponents).astype(BF16)
+        q[...] = (c.keys.read(Q, c.me) * jnp.exp2(exponents)).astype(BF16)
+        k[...] = (c.keys.read(K, c.me) * jnp.exp2(exponents)).astype(BF16)
+        k_back[...] = (c.keys.read(K, c.me) * jnp.exp2(jnp.minimum(back, FAST_RANGE))).astype(BF16)
+        plgpu.commit_smem()
+
+        # From memory: the exponents, or what comes of them, would be registers too many. Rounded, like the operands.
+        on = lambda: load(e).astype(F32)
+
+        def off() -> jax.Array:
+            """What k_back decays by: on, or 1 / on inside blocks."""
+            x = on()
+            return x + jnp.where(inside, 1.0, 0.0) * (1.0 / jnp.maximum(x, 2.0**-FAST_RANGE) - x)
+
+        # Each result is added before the next matmul; the compiler would keep all three to the end.
+        none, sign = zeros(CHUNK, BLOCK), jnp.where(inside, -1.0, 1.0)
+        dx = dot(none, (transposed(w_k), k), (transposed(w_q), q))
+        dk, z = settled((dk + off() * dx, sign * load(k_back).astype(F32) * dx))
+        dx = dot(none, (w_q, k_back))
+        dq, z = settled((dq + on() * dx, z + load(q).astype(F32) * dx))
+        dx = dot(none, (w_k, k_back))
+        dk, z = settled((dk + on() * dx, z + load(k).astype(F32) * dx))
+        return i + 1, end, (dq, dk, c.spread(dg, i, end, c.split(z)))
+
+    @pl.when(end > FIRST_PAIRS)
+    def _():
+        chunk.sums.fetch(FIRST_PAIRS)
+        chunk.adjoints.fetch(FIRST_PAIRS)
+
+    carry = jnp.int32(FIRST_PAIRS), end, grads
+    return lax.while_loop(lambda carry: carry[0] < carry[1], lambda carry: step(*carry), carry)[2]
