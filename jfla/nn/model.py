@@ -154,7 +154,10 @@ class DeltaLM(nnx.Module):
     def __init__(self, config: DeltaLMConfig, *, rngs: nnx.Rngs):
         self.config = config
         table = annotated(nnx.initializers.normal(0.02), (VOCAB, EMBED))
-        self.embed = nnx.Embed(config.vocab_size, config.hidden_size, embedding_init=table, rngs=rngs, **config.dtypes)
+        # Looked up in the dtype of the parameters: rows that many tokens share add their gradients up in that, not rounded.
+        self.embed = nnx.Embed(
+            config.vocab_size, config.hidden_size, embedding_init=table, rngs=rngs, param_dtype=config.param_dtype
+        )
         self.blocks = nnx.List([_Block(config, layer, rngs) for layer in range(config.num_layers)])
         self.norm = rms_norm(config.hidden_size, config.norm_eps, rngs=rngs, **config.dtypes)
         self.head = nnx.data(None)
@@ -177,7 +180,7 @@ class DeltaLM(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], Cache | None]:
         """What the head reads, and the cache (None without one)."""
         refuse_explicit("tokens", tokens)
-        x = constrain(self.embed(tokens), (BATCH, None, None))
+        x = constrain(self.embed(tokens).astype(self.config.dtype), (BATCH, None, None))
         if cache is not None:
             new_cache = []
             for block, layer_cache in zip(self.blocks, cache, strict=True):
