@@ -154,7 +154,7 @@ class DeltaLM(nnx.Module):
     def __init__(self, config: DeltaLMConfig, *, rngs: nnx.Rngs):
         self.config = config
         table = annotated(nnx.initializers.normal(0.02), (VOCAB, EMBED))
-        # Looked up in the dtype of the parameters: rows that many tokens share add their gradients up in that, not rounded.
+        # Looked up in the dtype of the parameters: gradients of a row that many tokens share are added up in that.
         self.embed = nnx.Embed(
             config.vocab_size, config.hidden_size, embedding_init=table, rngs=rngs, param_dtype=config.param_dtype
         )

@@ -1,6 +1,7 @@
 """DeltaLM: caches, generation, packing, loss, rematerialisation, precision, initialisation, and what it refuses."""
 
 import dataclasses
+import re
 import subprocess
 import sys
 
@@ -206,6 +207,14 @@ def test_bfloat16_follows_float32(model, tokens):
     _, cache = jax.eval_shape(lambda: rough(tokens[:, :3], cache=rough.init_cache(3, 8)))
     assert cache[0].state.dtype == jnp.float32
     assert cache[0].tails[0].dtype == cache[1].key.dtype == jnp.bfloat16
+
+
+def test_gradients_of_a_shared_row_are_added_up_in_float32(tokens):
+    """In bfloat16 they are rounded at each addition, and added one at a time on a GPU."""
+    graph, state = nnx.split(make(num_layers=1, attention_layers=(), tie_embeddings=False, dtype=jnp.bfloat16))
+    loss = lambda state: nnx.merge(graph, state)(tokens).sum()
+    found = re.findall(rf"(\w+)\[{VOCAB},16\] = scatter-add", str(jax.make_jaxpr(jax.grad(loss))(state)))
+    assert found == ["f32"]
 
 
 @pytest.mark.parametrize("cls", [jfla.nn.KimiDeltaAttention, jfla.nn.GatedDeltaNet])
