@@ -225,7 +225,7 @@ def who_reads(first: int, g: jax.Array, gate: Any, monkeypatch: pytest.MonkeyPat
     return in_a_qk, np.isnan(dq.reshape(*dq.shape[:4], 2, 64)).any(axis=(3, 5))
 
 
-@pytest.mark.parametrize("which", ["strong", "strongest"])
+@pytest.mark.parametrize("which", ["strong", pytest.param("strongest", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("name", "heads", "time", "strong_chunks"),
     [
