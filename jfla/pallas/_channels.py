@@ -79,6 +79,7 @@ def channels_kda(c: Chunk) -> tuple[jax.Array, jax.Array, jax.Array]:
         w_q, w_k = c.s.weights.at[c.at(0)], c.s.weights.at[c.at(1)]
         dq, dk = dot(dq, (w_q, k_back)), dot(-dk, (w_k, k_back))
         back = dot(zeros(CHUNK, BLOCK), (transposed(w_q), q_in), (transposed(w_k), k_in))
+        # With the rounded factors that the matmuls saw, what a pair gives to both its tokens cancels before it.
         z = load(q_in).astype(F32) * dq + load(k_in).astype(F32) * dk - load(k_back).astype(F32) * back
         return jnp.exp2(before) * dq, jnp.exp2(before) * dk + jnp.exp2(-before) * back, z
 

@@ -90,25 +90,20 @@ class Keys(NamedTuple):
     def scale(self, which: int) -> float:
         return self.options.scale if which == Q else 1.0
 
-    def factor(self, which: Any, layout: Any = ROWS) -> jax.Array:
+    def factor(self, which: int, layout: Any = ROWS) -> jax.Array:
         """[C]: 1 / norm of each row of q or k, under qk_norm."""
         total = sum(plgpu.load(self.norms.at[which, b], layout=layout) for b in range(self.norms.shape[1]))
         return lax.rsqrt(total + NORM_EPSILON)
 
-    def reread(self, which: int, source: Any, b: Any) -> jax.Array:
-        """The same as `read` from device memory, when the tile holds something else by now."""
-        y = plgpu.load(self.view(source, b), layout=WGMMA, optimized=False)
-        return self.normalised(which, y) * self.scale(which)
-
     def unit(self, which: int, b: Any) -> jax.Array:
         """[C, 64] float32 of q or k: normalised under qk_norm."""
-        return self.normalised(which, load((self.q, self.k)[which].at[b]))
+        return self._normalised(which, load((self.q, self.k)[which].at[b]))
 
     def read(self, which: int, b: Any) -> jax.Array:
         """[C, 64] float32, as the recurrence reads it: q is scaled."""
         return self.unit(which, b) * self.scale(which)
 
-    def normalised(self, which: Any, y: jax.Array) -> jax.Array:
+    def _normalised(self, which: int, y: jax.Array) -> jax.Array:
         y = y.astype(F32)
         return y * per_row(self.factor(which), BLOCK) if self.options.qk_norm else y
 

@@ -15,7 +15,7 @@ from pallas.kernels import TOLERANCE, Call, check, inputs, results
 
 CALLS = [
     Call("kda", "strong", key_dim=128),
-    Call("kda", "raw", time=64, value_dim=128),
+    Call("kda", "raw", time=64, key_dim=128),
     Call("kda", "mixed", segments=4, betas="edge"),
     Call("gdn", "strong", key_dim=128, dtype="float16"),
     Call("gdn", "raw", segments=4, value_dim=128),
