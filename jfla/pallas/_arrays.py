@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float
 from jfla._types import CHUNK, Inputs, Options
 from jfla.gates import Gate, l2norm, log_decay, write_strength
 from jfla.packing import starts
-from jfla.pallas._chunk import PART, Gradients
+from jfla.pallas._ends import PART, Gradients
 from jfla.pallas._gate import LOG2E, STRONGEST, gate_kind, reset_rows, split_gate
 from jfla.pallas._keys import KeyArrays, KeyOptions
 from jfla.pallas._tile import BF16, F32

@@ -1,4 +1,4 @@
-"""What the channels of one warpgroup get in the gradients of a chunk: dq, dk, dg, for GDN and for KDA."""
+"""What the channels of one warpgroup get in the gradients of a chunk of KDA: dq, dk, dg."""
 
 from typing import Any
 
@@ -9,10 +9,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfla._types import CHUNK
-from jfla.pallas._chunk import FIRST_PAIRS, GDN_STEPS, KDA_STEPS, Chunk
+from jfla.pallas._chunk import FIRST_PAIRS, KDA_STEPS, Chunk
 from jfla.pallas._keys import BLOCK, K, Q
 from jfla.pallas._patterns import FAST_RANGE, NEAR_STEPS, pairs_of
-from jfla.pallas._tile import BF16, COLS, F32, ROWS, dot, index, load, per_row, transposed, zeros
+from jfla.pallas._tile import BF16, COLS, F32, dot, index, load, transposed, zeros
 
 NEVER = -1e30  # as an exponent
 settled = lax.optimization_barrier
@@ -33,30 +33,11 @@ def through_the_chunk(c: Chunk) -> list[Any]:
     return tiles
 
 
-def channels_gdn(c: Chunk) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """dq, dk, dg [C, 64] of this warpgroup's channels; the pairs' part of dg is in `rows` already."""
-    before = plgpu.load(c.s.before, layout=ROWS)
-    last = plgpu.layout_cast(lax.broadcast_in_dim(c.s.before[CHUNK - 1], (CHUNK,), []), ROWS)
-    decay = lambda x: per_row(jnp.exp2(x), BLOCK)
-    steps = len(GDN_STEPS)
-    dq, dk = meet_states(c, c.s.do, 0), meet_states(c, c.s.dv, 0)
-    c.meet_channels()
-    dg = decay(last) * c.spread(zeros(CHUNK, BLOCK), 1, steps, through_the_chunk(c))
-    dq, dk = decay(before) * dq, -decay(before) * dk
-    dg = c.spread(dg, 2, steps, c.split(c.keys.read(Q, c.me) * dq + c.keys.read(K, c.me) * dk))
-    dk_out = decay(last - before) * meet_states(c, c.s.v_new, 2)
-    dg = c.spread(dg, 3, steps, c.split(c.keys.read(K, c.me) * dk_out))
-    k, q = c.scratch(0), c.scratch(1)
-    k[...] = c.keys.read(K, c.me).astype(BF16)
-    q[...] = c.keys.read(Q, c.me).astype(BF16)
-    plgpu.commit_smem()
-    w_q, w_k = c.s.weights.at[c.at(0)], c.s.weights.at[c.at(1)]
-    dk = dot(dk + dk_out, (w_k, k), (transposed(w_k), k), (transposed(w_q), q))
-    return dot(dq, (w_q, k)), dk, dg
+def channels(c: Chunk) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """dq, dk, dg [C, 64] of this warpgroup's channels.
 
-
-def channels_kda(c: Chunk) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The same. Where the chunk's gates allow, its pairs decay from the chunk's start, which takes one factor > 1."""
+    Where the chunk's gates allow, its pairs decay from the chunk's start, which takes one factor > 1.
+    """
     c, none = c.anew(3), zeros(CHUNK, BLOCK)
     dq, dk = meet_states(c, c.s.do, 0), meet_states(c, c.s.dv, 0)
     c.meet_channels()
@@ -64,7 +45,7 @@ def channels_kda(c: Chunk) -> tuple[jax.Array, jax.Array, jax.Array]:
     # The same for every token, so a vector is kept: [channels, C] with equal columns.
     e = jnp.exp2(c.exponent(0, FIRST_PAIRS, flat=True))
     through = e * c.spread(none, 0, FIRST_PAIRS, through_the_chunk(c), flat=True)
-    c.s.rows.at[1, c.me][...] = jnp.sum(jnp.where(index(1) == 0, through, none), axis=1)
+    c.s.whole.at[c.me][...] = jnp.sum(jnp.where(index(1) == 0, through, none), axis=1)
 
     c = c.anew(5)
     before = c.exponent(1, FIRST_PAIRS)

@@ -1,4 +1,4 @@
-"""What one warpgroup sees of a chunk whose gradients it makes: tiles, patterns, scratch, and the other warpgroup."""
+"""What one warpgroup sees of a chunk whose gradients KDA makes: tiles, patterns, scratch, and the other warpgroup."""
 
 from typing import Any, NamedTuple
 
@@ -9,6 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfla.pallas import _patterns
+from jfla.pallas._ends import Ends
 from jfla.pallas._keys import BLOCK, KeyArrays, Keys
 from jfla.pallas._patterns import Window
 from jfla.pallas._tile import BF16, F32
@@ -16,39 +17,13 @@ from jfla.pallas._tile import BF16, F32
 ENDS = (_patterns.ALL, _patterns.BEFORE, _patterns.AFTER)
 KDA_STEPS = (*ENDS, *_patterns.PAIRS)
 FIRST_PAIRS = len(ENDS)  # the first step of _patterns.PAIRS
-GDN_STEPS = (_patterns.BEFORE, *ENDS)
-PART = 128  # of K and of V: what one program takes
-
-
-class Ends(NamedTuple):
-    """What the scans left: the states and their cotangents at a chunk's two ends, and what passed between."""
-
-    states: Any  # [B, HV, N, V, K] bf16, S^T at the chunk's start
-    dends: Any  # the same of dS, at its end
-    v_new: Any  # [B, T, HV, V] bf16
-    do: Any
-    dv: Any
-
-
-class Gradients(NamedTuple):
-    """Per value head. dg [B, T, HV, K] (KDA) or [B, HV, N, C]; dv . v_new [B, HV, N, C].
-
-    dq, dk [B, T, HV, K], as many times as there are parts of V, which lie like value heads of one group. Of q and k as
-    the caller passed them; or under qk_norm, where there are parts of K, of what they are after it.
-    """
-
-    dq: Any
-    dk: Any
-    dg: Any
-    written: Any
 
 
 class Sources(NamedTuple):
-    """Device memory. `before` [B, HV, N, C] is GDN's running sum of log2 decay; `sums` and `adjoints` are patterns."""
+    """Device memory. `sums` and `adjoints` are patterns."""
 
     keys: KeyArrays
     ends: Ends
-    before: Any
     sums: Any
     adjoints: Any
 
@@ -64,17 +39,16 @@ class Tiles(NamedTuple):
     do: Any
     dv: Any
     weights: Any  # [2] tiles: W_q and W_k, strictly lower
-    rows: Any  # [2, 2] vectors: parts of GDN's dg
+    whole: Any  # [blocks] vectors, by channels: what all decays of the chunk get
     along: Any  # [2, blocks] vectors: what of dq and dk lies along q and k (qk_norm)
     written: Any  # vector: dv . v_new
     own: Any  # vector: the diagonal of W_q
-    flags: Any  # [blocks] vectors: the strongest sum of decays up to a token (KDA)
+    flags: Any  # [blocks] vectors: the strongest sum of decays up to a token
     adjoints: Any  # [2] tiles: a pattern for each warpgroup
-    before: Any  # vector (GDN)
-    g: Any  # [blocks] float16 tiles (KDA)
-    bias: Any  # [blocks, 64] (KDA)
-    resets: Any  # vector, packed KDA
-    sums: Any  # [2] float16 tiles: as `adjoints`, for KDA's sums
+    g: Any  # [blocks] float16 tiles
+    bias: Any  # [blocks, 64]
+    resets: Any  # vector, where sequences are packed
+    sums: Any  # [2] float16 tiles: as `adjoints`, for the sums
 
 
 class Barriers(NamedTuple):
@@ -84,7 +58,7 @@ class Barriers(NamedTuple):
     values: Any
     states: Any
     met: Any
-    sums: Any  # [2 warpgroups], KDA
+    sums: Any  # [2 warpgroups]
     adjoints: Any
 
 
@@ -137,7 +111,7 @@ class Chunk(NamedTuple):
         return [self.at(n) for n in range(self.value_blocks)]
 
     def exponent(self, step: Any, steps: Any, flat: bool = False) -> jax.Array:
-        """KDA: the sums of step `step` of KDA_STEPS, [C, 64]; the next pattern comes, if that is below `steps`.
+        """The sums of step `step` of KDA_STEPS, [C, 64]; the next pattern comes, if that is below `steps`.
 
         `flat`: transposed, of a pattern that is its own transpose.
         """

@@ -33,13 +33,20 @@ class Work(NamedTuple):
         rest = lax.div(item, heads)
         return Place(lax.rem(rest, batch), lax.rem(item, heads), lax.div(rest, batch))
 
+    def first(self, program: Any, worker: Any) -> Any:
+        return program * self.workers + worker
+
+    def count(self, program: Any, worker: Any) -> Any:
+        """The chunks of this worker of a program."""
+        stride = self.used * self.workers
+        return lax.div(jnp.maximum(self.total - self.first(program, worker), 0) + (stride - 1), jnp.int32(stride))
+
     def each_chunk(self, body: Callable[["Turn"], None], program: Any, worker: Any, zero: Any) -> Place:
         """Runs `body` on every chunk of this worker of a program; returns its last one.
 
         `zero` [1] holds a 0 in device memory: see Turn.
         """
-        stride, first = self.used * self.workers, program * self.workers + worker
-        count = lax.div(jnp.maximum(self.total - first, 0) + (stride - 1), jnp.int32(stride))
+        stride, first, count = self.used * self.workers, self.first(program, worker), self.count(program, worker)
 
         def step(i: Any, zero: Any) -> Any:
             body(Turn(self, first + i * stride, stride, i, zero))

@@ -21,23 +21,24 @@ from jfla.pallas._arrays import (
     key_options,
     log2_decays,
 )
-from jfla.pallas._chunk import Ends
+from jfla.pallas._ends import Ends, Gradients
 from jfla.pallas._jobs import Promise, beside, run
 from jfla.pallas._launch import interpreted
 from jfla.pallas._operands import Operands, Pairs
 from jfla.pallas._tile import BF16, F32
-from jfla.pallas.chunk_gradients import chunk_gradients
+from jfla.pallas.gradients_gdn import gradients_gdn
+from jfla.pallas.gradients_kda import gradients_kda
 from jfla.pallas.prepare_gdn import TokenArrays, prepare_gdn
 from jfla.pallas.prepare_kda import prepare_kda
 from jfla.pallas.scan import backward_scans, output_scan, split_ends, split_states
 
 
 class Prepared(NamedTuple):
-    """What the first kernel leaves: the pairs unless they are known; GDN's running sum of log2 decay."""
+    """What the first kernel leaves: the pairs unless they are known; what GDN's gradients read of tokens."""
 
     operands: Operands
     pairs: Pairs | None
-    before: Array | None
+    tokens: Array | None
 
 
 def prepare(
@@ -94,14 +95,17 @@ def backward(inputs: Inputs, options: Options, pairs: Pairs, d_output: Values, d
     do = kernel_cotangent(d_output, inputs)
     ends, d_initial = scans(x, prepared.operands, pairs, do, d_final)
     with jax.named_scope("jfla_chunk_gradients"):
-        grads = chunk_gradients(
-            key_arrays(x, inputs),
-            prepared.before,
-            ends,
-            key_options(inputs, options),
-            out_dtype=inputs.q.dtype if inputs.q.dtype == BF16 and inputs.q.shape[2] == inputs.v.shape[2] else F32,
-        )
+        grads = chunk_gradients(x, inputs, options, prepared, ends)
     return cotangents(inputs, options, grads, ends.dv, d_initial)
+
+
+def chunk_gradients(x: KernelArrays, inputs: Inputs, options: Options, prepared: Prepared, ends: Ends) -> Gradients:
+    """The gradients of every chunk, which do not depend on each other."""
+    static = key_options(inputs, options)
+    out_dtype = BF16 if inputs.q.dtype == BF16 and inputs.q.shape[2] == inputs.v.shape[2] else F32
+    if prepared.tokens is not None:
+        return gradients_gdn(prepared.operands, prepared.tokens, ends, static, _config.MULTIPROCESSORS, out_dtype)
+    return gradients_kda(key_arrays(x, inputs), ends, static, out_dtype)
 
 
 def scans(x: KernelArrays, carried: Operands, pairs: Pairs, do: Array, d_final: State | None) -> tuple[Ends, Array]:

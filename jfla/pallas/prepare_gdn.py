@@ -47,6 +47,9 @@ class PrepareConfig(NamedTuple):
     programs: int
 
 
+BEFORE, NORMS = 0, 1  # rows of what is known of tokens: the running sum of log2 decay; 1 / norm of q and k (qk_norm)
+
+
 class TokenArrays(NamedTuple):
     """Of every chunk, float32: log2 decay [B, HV, N, C]; roots of beta [B, HV, N, 2, C] unless the pairs are known."""
 
@@ -61,7 +64,7 @@ class Worker(NamedTuple):
     tile: Any  # float16: what is inverted, and where
     work: Any
     g: Any  # [C] each
-    before: Any
+    tokens: Any  # [1 or 3, C]
     roots: Any  # [2, C]
     masks: Any  # `squares`
     factors: Any  # [4, C]
@@ -92,15 +95,17 @@ def write_factors(w: Worker) -> None:
     keys = w.keys
     columns = lax.optimization_barrier(per_column(plgpu.load(w.g, layout=COLS), CHUNK))
     before = jnp.sum(jnp.where(w.lower(0), columns, zeros(CHUNK, CHUNK)), axis=1)
-    w.before[...] = before
+    w.tokens.at[BEFORE][...] = before
     if keys.options.qk_norm:
         keys.measure(0)
     plgpu.commit_smem()
-    last = plgpu.layout_cast(lax.broadcast_in_dim(w.before[CHUNK - 1], (CHUNK,), []), ROWS)
+    last = plgpu.layout_cast(lax.broadcast_in_dim(w.tokens[BEFORE, CHUNK - 1], (CHUNK,), []), ROWS)
     q_in, k_in, k_out = jnp.exp2(before) * keys.options.scale, jnp.exp2(before), jnp.exp2(last - before)
     if keys.options.qk_norm:
-        norm = keys.factor(K)
-        q_in, k_in, k_out = q_in * keys.factor(Q), k_in * norm, k_out * norm
+        norms = keys.factor(Q), keys.factor(K)
+        for which, norm in zip((Q, K), norms):
+            w.tokens.at[NORMS + which][...] = norm
+        q_in, k_in, k_out = q_in * norms[Q], k_in * norms[K], k_out * norms[K]
     for i, factor in enumerate((q_in, k_in, k_out, jnp.exp2(last))):
         w.factors.at[i][...] = factor
 
@@ -115,7 +120,7 @@ def write_pairs(w: Worker, pairs: Pairs) -> None:
         if keys.options.qk_norm:
             x = x * lax.optimization_barrier(per_row(keys.factor(which), CHUNK))
             x = x * lax.optimization_barrier(per_column(keys.factor(K, COLS), CHUNK))
-        return x * pair_decay(w.before, keys.scale(which))
+        return x * pair_decay(w.tokens.at[BEFORE], keys.scale(which))
 
     # What is stored takes the place of what the dots have read.
     lower, a_tile, inverse = dots(K), keys.q.at[w.at(0)], keys.k.at[w.at(0)]
@@ -129,31 +134,35 @@ def write_pairs(w: Worker, pairs: Pairs) -> None:
 
 
 def prepare_gdn(q: jax.Array, k: jax.Array, tokens: TokenArrays, options: KeyOptions, config: PrepareConfig) -> Promise:
-    """Operands: factors of every row of q and k. The Pairs of every chunk, or None. The running sum of log2 decay."""
+    """Operands: factors of every row of q and k. The Pairs of every chunk, or None.
+
+    And what else is known of tokens, [B, HV, N, 1 or 3, C]: see BEFORE.
+    """
     batch, heads, n_chunks, _ = tokens.g.shape
     key_dim, with_pairs = q.shape[-1], tokens.roots is not None
     blocks, with_keys = key_dim // BLOCK, with_pairs or options.qk_norm
+    known = 1 + 2 * options.qk_norm
     work = Work(batch, heads, n_chunks, workers=config.workers, programs=config.programs)
 
     def body(refs: list[Any], scratch: Any, program: Any, handover: Handover) -> None:
         q_g, k_g, g_g, *rest = refs
         roots_g: Any = rest.pop(0) if with_pairs else None
         masks_g: Any = rest.pop(0) if with_pairs else None
-        zero_g, factors_o, before_o, *pair_o = rest
+        zero_g, factors_o, tokens_o, *pair_o = rest
         (masks_s, *buffers), loaded, started = scratch
         wg = lax.axis_index("wg")
 
         def chunk(turn: Turn) -> None:
             place = turn.place
             mine = [None if buffer is None else buffer.at[wg + turn.zero] for buffer in buffers]
-            q_s, k_s, norms_s, tile_s, work_s, g_s, before_s, roots_s, factors_s = mine
+            q_s, k_s, norms_s, tile_s, work_s, g_s, tokens_s, roots_s, factors_s = mine
             keys = Keys(options, place, heads, blocks, q_s, k_s, norms_s)
-            w = Worker(keys, tile_s, work_s, g_s, before_s, roots_s, masks_s, factors_s, loaded.at[wg], turn.zero)
+            w = Worker(keys, tile_s, work_s, g_s, tokens_s, roots_s, masks_s, factors_s, loaded.at[wg], turn.zero)
             load_chunk(w, q_g, k_g, TokenArrays(g_g, roots_g))
             write_factors(w)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(w.factors, place.tile(factors_o))
-            plgpu.copy_smem_to_gmem(w.before, place.tile(before_o))
+            plgpu.copy_smem_to_gmem(w.tokens, place.tile(tokens_o))
             if with_pairs:
                 write_pairs(w, Pairs(*pair_o))
             handover.tell(place)
@@ -180,12 +189,12 @@ def prepare_gdn(q: jax.Array, k: jax.Array, tokens: TokenArrays, options: KeyOpt
     tiles = lambda *shape, dtype=BF16: tile_buffer(config.workers, *shape, CHUNK, BLOCK, dtype=dtype)
     vector = lambda *shape: plgpu.SMEM((config.workers, *shape, CHUNK), F32)
     sources = (q, k, tokens.g, tokens.roots, squares() if with_pairs else None, jnp.zeros(1, jnp.int32))
-    decay, before = shape((*lead, 4, CHUNK), F32), shape((*lead, CHUNK), F32)
+    decay, tokens_out = shape((*lead, 4, CHUNK), F32), shape((*lead, known, CHUNK), F32)
     pairs = Pairs(square(), square()) if with_pairs else None
     job = Job(
         "jfla_prepare_gdn",
         tuple(a for a in sources if a is not None),
-        (decay, before, *(pairs or ())),
+        (decay, tokens_out, *(pairs or ())),
         programs=work.used,
         warpgroups=config.workers,
         buffers=(
@@ -196,7 +205,7 @@ def prepare_gdn(q: jax.Array, k: jax.Array, tokens: TokenArrays, options: KeyOpt
             tiles(dtype=F16) if with_pairs else None,
             tiles(dtype=F16) if with_pairs else None,
             vector(),
-            vector(),
+            vector(known),
             vector(2) if with_pairs else None,
             vector(4),
         ),
@@ -206,4 +215,4 @@ def prepare_gdn(q: jax.Array, k: jax.Array, tokens: TokenArrays, options: KeyOpt
         ),
         body=body,
     )
-    return Promise(job, (Operands(q, k, k, decay), pairs, before))
+    return Promise(job, (Operands(q, k, k, decay), pairs, tokens_out))

@@ -15,8 +15,8 @@ from jfla._validate import DEFAULTS, validate
 from jfla.gates import log_decay
 from jfla.nn import KimiDeltaAttention
 from jfla.pallas import _chunk, _team, delta_rule, prepare_kda
-from jfla.pallas import chunk_gradients as gradients_kernel
-from jfla.pallas._arrays import kernel_arrays, key_arrays, key_options, log2_decays
+from jfla.pallas import gradients_kda as gradients_kernel
+from jfla.pallas._arrays import kernel_arrays, key_arrays, key_options
 from jfla.pallas._jobs import run
 from jfla.pallas._operands import Operands, Pairs
 from jfla.pallas._patterns import FAST_RANGE, NEAR_STEPS
@@ -153,13 +153,12 @@ def test_chunk_gradients(call):
     left = twin_scans(s, *read_by_scans(s)[2:])
     with jax.enable_x64(True):
         left = rounded(left)
-        ends = _chunk.Ends(left.states.mT, left.dends.mT, to_tokens(left.v_new), cotangents(s)[0], to_tokens(left.dv))
+        ends = Ends(left.states.mT, left.dends.mT, to_tokens(left.v_new), cotangents(s)[0], to_tokens(left.dv))
         dq, dk, dg, written = twin_gradients(s, exact(left))
-    before = jnp.cumsum(log2_decays(s.arrays, s.inputs), axis=-1) if call.op == "gdn" else None
-    keys = key_arrays(s.arrays, s.inputs), key_options(s.inputs, s.options)
     with jfla.pallas.interpret():
-        got = gradients_kernel.chunk_gradients(keys[0], before, ends, keys[1], jnp.float32)
-    got_dg = to_chunks(got.dg) if before is None else got.dg[..., None]
+        prepared = run(delta_rule.prepare(s.arrays, s.inputs, s.options, with_pairs=False))
+        got = delta_rule.chunk_gradients(s.arrays, s.inputs, s.options, prepared, ends)
+    got_dg = to_chunks(got.dg) if call.op == "kda" else got.dg[..., None]
     hold(
         GRADIENTS,
         dq=(to_chunks(got.dq), dq),
@@ -215,10 +214,8 @@ def who_reads(first: int, g: jax.Array, gate: Any, monkeypatch: pytest.MonkeyPat
     states = jnp.ones((batch, heads, time // CHUNK, 64, 128), "bfloat16")
     with jfla.pallas.interpret():
         pairs = run(delta_rule.prepare(x, given, options)).pairs
-        ends = _chunk.Ends(states, states, some, some, some)
-        grads = gradients_kernel.chunk_gradients(
-            key_arrays(x, given), None, ends, key_options(given, options), jnp.float32
-        )
+        ends = Ends(states, states, some, some, some)
+        grads = gradients_kernel.gradients_kda(key_arrays(x, given), ends, key_options(given, options), jnp.float32)
     in_a_qk, in_inverse = (np.isnan(a.astype("float32")).any(axis=(3, 4)) for a in pairs)
     np.testing.assert_array_equal(in_a_qk, in_inverse)
     dq = to_chunks(grads.dq)
