@@ -4,15 +4,15 @@ import functools
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
-from jfla._types import CHUNK, DeltaRuleOutput, Inputs, Options, State
+from jfla._types import DeltaRuleOutput, Inputs, Options, State
 from jfla._types import Value as Values
 from jfla.pallas import _config
 from jfla.pallas._arrays import (
     KernelArrays,
+    as_kept,
     beta_roots,
     cotangents,
     kernel_arrays,
@@ -57,33 +57,35 @@ def prepare(
 
 def forward(inputs: Inputs, options: Options) -> tuple[DeltaRuleOutput, Pairs]:
     x = kernel_arrays(inputs, options)
-    batch, heads, _, value_dim, key_dim = x.initial.shape
-    n_chunks = x.v.shape[1] // CHUNK
+    batch, heads, n_chunks, value_dim, key_dim = x.dims
+    last = options.return_final_state
     config, spare = _config.beside_config(x.op, key_dim, value_dim, batch * heads, n_chunks)
     if spare:
         with jax.named_scope("jfla_prepare_beside_output_scan"):
             preparing = prepare(x, inputs, options, programs=spare)
-            scanning = output_scan(preparing.value.operands, preparing.value.pairs, x.v, x.initial, config)
+            scanning = output_scan(
+                preparing.value.operands, preparing.value.pairs, x.v, x.initial, config, keeps_last=last
+            )
             prepared, (output, final) = beside(preparing, scanning, (batch, heads, n_chunks))
     else:
         with jax.named_scope("jfla_prepare"):
             prepared = run(prepare(x, inputs, options))
-        output, final = scan_alone(x, prepared.operands, prepared.pairs)
+        output, final = scan_alone(x, prepared.operands, prepared.pairs, keeps_last=last)
     pairs = Pairs(*(checkpoint_name(a, name) for a, name in zip(prepared.pairs, ("jfla_a_qk", "jfla_inverse"))))
     output = output[:, : inputs.v.shape[1]].astype(inputs.v.dtype)
-    return DeltaRuleOutput(output, final[:, :, -1].mT if options.return_final_state else None), pairs
+    return DeltaRuleOutput(output, None if final is None else final[:, :, -1].mT), pairs
 
 
-def scan_alone(x: KernelArrays, carried: Operands, pairs: Pairs) -> tuple[Array, Array]:
+def scan_alone(x: KernelArrays, carried: Operands, pairs: Pairs, *, keeps_last: bool) -> tuple[Array, Array | None]:
     """The output and the last states; parts of time side by side where there are few sequences."""
-    batch, heads, _, value_dim, key_dim = x.initial.shape
+    batch, heads, n_chunks, value_dim, key_dim = x.dims
     config = _config.scan_config(key_dim, value_dim, batch * heads)
-    parts, initial = _config.scan_parts(key_dim, value_dim, batch * heads, x.v.shape[1] // CHUNK), x.initial
+    parts, initial = _config.scan_parts(key_dim, value_dim, batch * heads, n_chunks), x.initial
     if parts > 1:
         with jax.named_scope("jfla_split"):
             initial = split_states(carried, pairs, x.v, initial, config, parts)
     with jax.named_scope("jfla_output_scan"):
-        return run(output_scan(carried, pairs, x.v, initial, config))
+        return run(output_scan(carried, pairs, x.v, initial, config, keeps_last=keeps_last))
 
 
 def backward(inputs: Inputs, options: Options, pairs: Pairs, d_output: Values, d_final: State | None) -> Inputs:
@@ -104,18 +106,21 @@ def backward(inputs: Inputs, options: Options, pairs: Pairs, d_output: Values, d
     return cotangents(inputs, options, grads, ends.dv, d_initial)
 
 
-def scans(x: KernelArrays, carried: Operands, pairs: Pairs, do: Array, d_final: State | None) -> tuple[Ends, Array]:
-    """The states once more, their cotangents in reverse; and dS^T before the first chunk."""
-    batch, heads, _, value_dim, key_dim = x.initial.shape
+def scans(
+    x: KernelArrays, carried: Operands, pairs: Pairs, do: Array, d_final: State | None
+) -> tuple[Ends, Array | None]:
+    """The states once more, their cotangents in reverse; and dS^T before the first chunk, if a state was given."""
+    batch, heads, n_chunks, value_dim, key_dim = x.dims
     config = _config.scan_config(key_dim, value_dim, batch * heads)
-    d_last = jnp.zeros_like(x.initial) if d_final is None else d_final.mT[:, :, None]
-    first_and_last = x.initial, d_last
-    parts = _config.scan_parts(key_dim, value_dim, batch * heads, x.v.shape[1] // CHUNK)
+    both_ends = x.initial, as_kept(d_final)
+    parts = _config.scan_parts(key_dim, value_dim, batch * heads, n_chunks)
     if parts > 1:
         with jax.named_scope("jfla_split"):
-            first_and_last = split_ends(carried, pairs, x.v, do, first_and_last, config, parts)
+            both_ends = split_ends(carried, pairs, x.v, do, both_ends, config, parts)
     with jax.named_scope("jfla_backward_scans"):
-        states, v_new, dends, dv, d_initial = backward_scans(carried, pairs, x.v, do, first_and_last, config)
+        states, v_new, dends, dv, d_initial = backward_scans(
+            carried, pairs, x.v, do, both_ends, config, keeps_first=x.initial is not None
+        )
     return Ends(states, dends, v_new, do, dv), d_initial
 
 
