@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -131,10 +132,13 @@ SQUARES = 6  # levels of doubling: blocks of 1, 2, 4 .. 32
 
 
 def squares() -> jax.Array:
-    """[1 + SQUARES, C, C] float16: the diagonal; then for every level the squares that join two of its blocks."""
-    row, column = jnp.indices((CHUNK, CHUNK))
+    """[1 + SQUARES, C, C] float16: the diagonal; then for every level the squares that join two of its blocks.
+
+    A constant of the program: made by JAX, it would be made again in every call.
+    """
+    row, column = np.indices((CHUNK, CHUNK))
     levels = [(row >> level) ^ (column >> level) == 1 for level in range(SQUARES)]
-    return jnp.stack([row == column, *(x & (column < row) for x in levels)]).astype(F16)
+    return jnp.asarray(np.stack([row == column, *(x & (column < row) for x in levels)]), F16)
 
 
 class Inverse(NamedTuple):
