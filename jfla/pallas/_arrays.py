@@ -27,7 +27,7 @@ class KernelArrays(NamedTuple):
     k: Float[Array, "B T H K"]
     v: Float[Array, "B T HV V"]
     g: Float[Array, "B T HV G"]
-    beta: Float[Array, "B HV T"]
+    beta: Float[Array, "B T HV"]
     initial: Float[Array, "B HV 1 V K"] | None
     resets: Float[Array, "B T"] | None
 
@@ -61,7 +61,7 @@ def kernel_arrays(inputs: Inputs, options: Options) -> KernelArrays:
         resets = jnp.pad(rows, ((0, 0), (0, tail)), constant_values=1.0)
     q, k, v = (whole(x, BF16) for x in (inputs.q, inputs.k, inputs.v))
     g = whole(inputs.g, inputs.g.dtype if inputs.g.dtype in (BF16, F32) else F32)
-    return KernelArrays(q, k, v, g, whole(beta, F32).swapaxes(1, 2), as_kept(inputs.initial_state), resets)
+    return KernelArrays(q, k, v, g, whole(beta, F32), as_kept(inputs.initial_state), resets)
 
 
 def as_kept(state: State | None) -> Float[Array, "B HV 1 V K"] | None:
@@ -85,23 +85,24 @@ def _match(keep: Bool[Array, "B T"], x: Array) -> Array:
     return keep.reshape(keep.shape + (1,) * (x.ndim - 2))
 
 
-def beta_roots(x: KernelArrays) -> Float[Array, "B HV N 2 C"]:
-    """s and t of every token, beta = s t and |s| = |t|: what the two sides of the inverse are scaled with."""
-    beta = x.beta.reshape(*x.beta.shape[:2], -1, 1, CHUNK)
-    root = jnp.sqrt(jnp.abs(beta))
-    return jnp.concatenate([jnp.where(beta < 0, -root, root), root], axis=3)
+def by_chunk(*x: Float[Array, "B T HV"]) -> Float[Array, "B HV N S C"]:
+    """S numbers of every token: too few bytes for the kernels to read them as the caller laid them.
+
+    Two arrays would be two transposes of XLA, a kernel each.
+    """
+    rows = [a.reshape(a.shape[0], -1, CHUNK, a.shape[2]) for a in x]
+    return jnp.moveaxis(jnp.stack(rows, axis=2), -1, 1)
 
 
-def log2_decays(x: KernelArrays, inputs: Inputs) -> Float[Array, "B HV N C"]:
-    """GDN: log2 decay of every token: too few bytes for the kernels to read them as the caller laid them."""
+def log2_decays(x: KernelArrays, inputs: Inputs) -> Float[Array, "B T HV"]:
+    """GDN: log2 decay of every token."""
     time = inputs.q.shape[1]
     g = jnp.maximum(log_decay(x.g, inputs.gate)[..., 0].astype(F32) * LOG2E, STRONGEST)
     g = jnp.where(jnp.arange(g.shape[1])[None, :, None] < time, g, 0.0)
     if x.resets is not None:
         resets = x.resets[:, :, None]
         g = jnp.where(resets > 0, 0.0, jnp.maximum(g + resets, STRONGEST))
-    g = g.swapaxes(1, 2)
-    return g.reshape(*g.shape[:2], -1, CHUNK)
+    return g
 
 
 def key_arrays(x: KernelArrays, inputs: Inputs) -> KeyArrays:

@@ -182,8 +182,16 @@ class Inverse(NamedTuple):
         return lax.fori_loop(1, SQUARES, self.double, self.diagonal() + self.square(0).astype(F32))
 
 
+def write_roots(beta: Any, roots: Any) -> None:
+    """s and t [2, C] of every token, beta = s t and |s| = |t|: what the two sides of the inverse are scaled with."""
+    beta = plgpu.load(beta, layout=ROWS)
+    root = jnp.sqrt(jnp.abs(beta))
+    roots.at[0][...] = jnp.where(beta < 0.0, -root, root)
+    roots.at[1][...] = root
+
+
 def around(x: jax.Array, roots: Any, zero: Any, inverse: bool = False) -> jax.Array:
-    """s x t of x [C, C], or t x s for the inverse. `roots` [2, C]: s and t, beta = s t and |s| = |t|.
+    """s x t of x [C, C], or t x s for the inverse, of what `write_roots` left.
 
     (I + diag(beta) L)^-1 diag(beta) = t (I + s L t)^-1 s: a small beta makes small neither rows nor columns alone, and
     what belongs to it keeps its digits in float16.

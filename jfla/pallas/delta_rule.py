@@ -13,7 +13,7 @@ from jfla.pallas import _config
 from jfla.pallas._arrays import (
     KernelArrays,
     as_kept,
-    beta_roots,
+    by_chunk,
     cotangents,
     kernel_arrays,
     kernel_cotangent,
@@ -27,7 +27,7 @@ from jfla.pallas._launch import interpreted
 from jfla.pallas._operands import Operands, Pairs
 from jfla.pallas._tile import BF16, F32
 from jfla.pallas.chunk_gradients import chunk_gradients
-from jfla.pallas.prepare_gdn import TokenArrays, prepare_gdn
+from jfla.pallas.prepare_gdn import prepare_gdn
 from jfla.pallas.prepare_kda import prepare_kda
 from jfla.pallas.scan import backward_scans, output_scan, split_ends, split_states
 
@@ -45,13 +45,14 @@ def prepare(
 ) -> Promise:
     """Prepared, chunk by chunk: gate, norms, decayed dots, inverse. The one place where KDA and GDN part."""
     key_dim, static = x.q.shape[-1], key_options(inputs, options)
-    roots = beta_roots(x) if with_pairs else None
+    beta = (x.beta,) if with_pairs else ()
     programs = programs or _config.MULTIPROCESSORS
     if x.op == "gdn":
-        tokens = TokenArrays(log2_decays(x, inputs), roots)
+        tokens = by_chunk(log2_decays(x, inputs), *beta)
         promise = prepare_gdn(x.q, x.k, tokens, static, _config.prepare_gdn_config(key_dim, programs))
     else:
-        promise = prepare_kda(key_arrays(x, inputs), roots, x.v.shape[2], static, programs)
+        tokens = by_chunk(*beta) if with_pairs else None
+        promise = prepare_kda(key_arrays(x, inputs), tokens, x.v.shape[2], static, programs)
     return promise._replace(value=Prepared(*promise.value))
 
 

@@ -35,9 +35,12 @@ from jfla.pallas._tile import (
     transposed,
     write_inverse,
     write_lower,
+    write_roots,
     zeros,
 )
 from jfla.pallas._work import Turn, Work
+
+DECAY, BETA = range(2)  # of a token's scalars
 
 
 class PrepareConfig(NamedTuple):
@@ -47,21 +50,14 @@ class PrepareConfig(NamedTuple):
     programs: int
 
 
-class TokenArrays(NamedTuple):
-    """Of every chunk, float32: log2 decay [B, HV, N, C]; roots of beta [B, HV, N, 2, C] unless the pairs are known."""
-
-    g: Any
-    roots: Any
-
-
 class Worker(NamedTuple):
     """The references of one warpgroup and its chunk."""
 
     keys: Keys
     tile: Any  # float16: what is inverted, and where
     work: Any
-    g: Any  # [C] each
-    before: Any
+    tokens: Any  # [1 or 2, C]: log2 decay; beta, for the pairs
+    before: Any  # [C]
     roots: Any  # [2, C]
     masks: Any  # `squares`
     factors: Any  # [4, C]
@@ -76,25 +72,25 @@ class Worker(NamedTuple):
         return index(1) + (self.zero & (1 << stage)) <= index(0)
 
 
-def load_chunk(w: Worker, q: Any, k: Any, tokens: TokenArrays) -> None:
+def load_chunk(w: Worker, q: Any, k: Any, tokens: Any) -> None:
     keys, place = w.keys, w.keys.place
     if keys.q is not None:
         for b in range(keys.blocks):
             keys.fetch(b, q, k, w.loaded)
-    for source, target in zip(tokens, (w.g, w.roots)):
-        if target is not None:
-            plgpu.copy_gmem_to_smem(place.tile(source), target, w.loaded)
+    plgpu.copy_gmem_to_smem(place.tile(tokens), w.tokens, w.loaded)
     plgpu.barrier_wait(w.loaded)
 
 
 def write_factors(w: Worker) -> None:
     """What multiplies a token's row of q and k where they meet the state, and the decay of the whole chunk."""
     keys = w.keys
-    columns = lax.optimization_barrier(per_column(plgpu.load(w.g, layout=COLS), CHUNK))
+    columns = lax.optimization_barrier(per_column(plgpu.load(w.tokens.at[DECAY], layout=COLS), CHUNK))
     before = jnp.sum(jnp.where(w.lower(0), columns, zeros(CHUNK, CHUNK)), axis=1)
     w.before[...] = before
     if keys.options.qk_norm:
         keys.measure(0)
+    if w.roots is not None:
+        write_roots(w.tokens.at[BETA], w.roots)
     plgpu.commit_smem()
     last = plgpu.layout_cast(lax.broadcast_in_dim(w.before[CHUNK - 1], (CHUNK,), []), ROWS)
     q_in, k_in, k_out = jnp.exp2(before) * keys.options.scale, jnp.exp2(before), jnp.exp2(last - before)
@@ -128,16 +124,18 @@ def write_pairs(w: Worker, pairs: Pairs) -> None:
     plgpu.copy_smem_to_gmem(inverse, place.tile(pairs.inverse))
 
 
-def prepare_gdn(q: jax.Array, k: jax.Array, tokens: TokenArrays, options: KeyOptions, config: PrepareConfig) -> Promise:
-    """Operands: factors of every row of q and k. The Pairs of every chunk, or None. The running sum of log2 decay."""
-    batch, heads, n_chunks, _ = tokens.g.shape
-    key_dim, with_pairs = q.shape[-1], tokens.roots is not None
+def prepare_gdn(q: jax.Array, k: jax.Array, tokens: jax.Array, options: KeyOptions, config: PrepareConfig) -> Promise:
+    """Operands: factors of every row of q and k. The Pairs of every chunk, or None. The running sum of log2 decay.
+
+    `tokens` [B, HV, N, S, C] float32: log2 decay, and beta unless the pairs are known.
+    """
+    batch, heads, n_chunks, scalars, _ = tokens.shape
+    key_dim, with_pairs = q.shape[-1], scalars > BETA
     blocks, with_keys = key_dim // BLOCK, with_pairs or options.qk_norm
     work = Work(batch, heads, n_chunks, workers=config.workers, programs=config.programs)
 
     def body(refs: list[Any], scratch: Any, program: Any, handover: Handover) -> None:
-        q_g, k_g, g_g, *rest = refs
-        roots_g: Any = rest.pop(0) if with_pairs else None
+        q_g, k_g, tokens_g, *rest = refs
         masks_g: Any = rest.pop(0) if with_pairs else None
         zero_g, factors_o, before_o, *pair_o = rest
         (masks_s, *buffers), loaded, started = scratch
@@ -146,10 +144,10 @@ def prepare_gdn(q: jax.Array, k: jax.Array, tokens: TokenArrays, options: KeyOpt
         def chunk(turn: Turn) -> None:
             place = turn.place
             mine = [None if buffer is None else buffer.at[wg + turn.zero] for buffer in buffers]
-            q_s, k_s, norms_s, tile_s, work_s, g_s, before_s, roots_s, factors_s = mine
+            q_s, k_s, norms_s, tile_s, work_s, tokens_s, before_s, roots_s, factors_s = mine
             keys = Keys(options, place, heads, blocks, q_s, k_s, norms_s)
-            w = Worker(keys, tile_s, work_s, g_s, before_s, roots_s, masks_s, factors_s, loaded.at[wg], turn.zero)
-            load_chunk(w, q_g, k_g, TokenArrays(g_g, roots_g))
+            w = Worker(keys, tile_s, work_s, tokens_s, before_s, roots_s, masks_s, factors_s, loaded.at[wg], turn.zero)
+            load_chunk(w, q_g, k_g, tokens_g)
             write_factors(w)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(w.factors, place.tile(factors_o))
@@ -179,7 +177,7 @@ def prepare_gdn(q: jax.Array, k: jax.Array, tokens: TokenArrays, options: KeyOpt
     square = lambda: shape((*lead, CHUNK, CHUNK), BF16)
     tiles = lambda *shape, dtype=BF16: tile_buffer(config.workers, *shape, CHUNK, BLOCK, dtype=dtype)
     vector = lambda *shape: plgpu.SMEM((config.workers, *shape, CHUNK), F32)
-    sources = (q, k, tokens.g, tokens.roots, squares() if with_pairs else None, jnp.zeros(1, jnp.int32))
+    sources = (q, k, tokens, squares() if with_pairs else None, jnp.zeros(1, jnp.int32))
     decay, before = shape((*lead, 4, CHUNK), F32), shape((*lead, CHUNK), F32)
     pairs = Pairs(square(), square()) if with_pairs else None
     job = Job(
@@ -195,13 +193,13 @@ def prepare_gdn(q: jax.Array, k: jax.Array, tokens: TokenArrays, options: KeyOpt
             vector(2, 1),
             tiles(dtype=F16) if with_pairs else None,
             tiles(dtype=F16) if with_pairs else None,
-            vector(),
+            vector(scalars),
             vector(),
             vector(2) if with_pairs else None,
             vector(4),
         ),
         barriers=(
-            plgpu.Barrier(num_arrivals=1 + with_pairs + 2 * blocks * with_keys, num_barriers=config.workers),
+            plgpu.Barrier(num_arrivals=1 + 2 * blocks * with_keys, num_barriers=config.workers),
             plgpu.Barrier(num_arrivals=1 + SQUARES),
         ),
         body=body,

@@ -16,7 +16,7 @@ from jfla.gates import log_decay
 from jfla.nn import KimiDeltaAttention
 from jfla.pallas import _chunk, _team, delta_rule, prepare_kda
 from jfla.pallas import chunk_gradients as gradients_kernel
-from jfla.pallas._arrays import kernel_arrays, key_arrays, key_options, log2_decays
+from jfla.pallas._arrays import by_chunk, kernel_arrays, key_arrays, key_options, log2_decays
 from jfla.pallas._jobs import run
 from jfla.pallas._operands import Operands, Pairs
 from jfla.pallas._patterns import FAST_RANGE, NEAR_STEPS
@@ -156,7 +156,8 @@ def test_chunk_gradients(call):
         left = rounded(left)
         ends = _chunk.Ends(left.states.mT, left.dends.mT, to_tokens(left.v_new), cotangents(s)[0], to_tokens(left.dv))
         dq, dk, dg, written = twin_gradients(s, exact(left))
-    before = jnp.cumsum(log2_decays(s.arrays, s.inputs), axis=-1) if call.op == "gdn" else None
+    decays = lambda: by_chunk(log2_decays(s.arrays, s.inputs))[:, :, :, 0]
+    before = jnp.cumsum(decays(), axis=-1) if call.op == "gdn" else None
     keys = key_arrays(s.arrays, s.inputs), key_options(s.inputs, s.options)
     with jfla.pallas.interpret():
         got = gradients_kernel.chunk_gradients(keys[0], before, ends, keys[1], jnp.float32)
