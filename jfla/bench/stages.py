@@ -51,9 +51,9 @@ def ours(case: Case) -> Program:
 
     def run(x: tuple) -> Results:
         carried, pairs, v, initial = x
-        batch, heads, _, value_dim, key_dim = initial.shape
-        config = _config.scan_config(key_dim, value_dim, batch * heads)
-        output, final = run_job(output_scan(carried, pairs, v, initial, config))
+        batch, _, heads, value_dim = v.shape
+        config = _config.scan_config(carried.k_in.shape[-1], value_dim, batch * heads)
+        output, final = run_job(output_scan(carried, pairs, v, initial, config, keeps_last=True))
         return {"output": output, "final_state": final}
 
     def restore(results: Results) -> Results:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jfla._types import CHUNK, Inputs, Options
+from jfla._types import CHUNK, Inputs, Options, State
 from jfla.gates import Gate, l2norm, log_decay, write_strength
 from jfla.packing import starts
 from jfla.pallas._ends import PART, Gradients
@@ -27,20 +27,24 @@ class KernelArrays(NamedTuple):
     k: Float[Array, "B T H K"]
     v: Float[Array, "B T HV V"]
     g: Float[Array, "B T HV G"]
-    beta: Float[Array, "B HV T"]
-    initial: Float[Array, "B HV 1 V K"]
+    beta: Float[Array, "B T HV"]
+    initial: Float[Array, "B HV 1 V K"] | None
     resets: Float[Array, "B T"] | None
 
     @property
     def op(self) -> str:
         return "gdn" if self.g.shape[-1] == 1 else "kda"
 
+    @property
+    def dims(self) -> tuple[int, int, int, int, int]:
+        """B, HV, N, V and K."""
+        batch, time, heads, value_dim = self.v.shape
+        return batch, heads, time // CHUNK, value_dim, self.q.shape[-1]
+
 
 def kernel_arrays(inputs: Inputs, options: Options) -> KernelArrays:
     """Pads and masks; a pass over memory only where T is no multiple of 64 or sequences are packed."""
-    batch, time, _, key_dim = inputs.q.shape
-    value_heads, value_dim = inputs.v.shape[2:]
-    tail = -time % CHUNK
+    tail = -inputs.q.shape[1] % CHUNK
     keep = None if inputs.segment_ids is None else inputs.segment_ids > 0
 
     def whole(x: Array, dtype: Any) -> Array:
@@ -51,16 +55,18 @@ def kernel_arrays(inputs: Inputs, options: Options) -> KernelArrays:
 
     beta = write_strength(inputs.beta, options.beta_max).astype(F32)
     beta = at_least_smallest(beta)
-    state = inputs.initial_state
-    if state is None:
-        state = jnp.zeros((batch, value_heads, key_dim, value_dim), F32)
     resets = None
     if inputs.segment_ids is not None:
         rows = reset_rows(inputs.segment_ids, starts(inputs.segment_ids))
         resets = jnp.pad(rows, ((0, 0), (0, tail)), constant_values=1.0)
     q, k, v = (whole(x, BF16) for x in (inputs.q, inputs.k, inputs.v))
     g = whole(inputs.g, inputs.g.dtype if inputs.g.dtype in (BF16, F32) else F32)
-    return KernelArrays(q, k, v, g, whole(beta, F32).swapaxes(1, 2), state.mT[:, :, None], resets)
+    return KernelArrays(q, k, v, g, whole(beta, F32), as_kept(inputs.initial_state), resets)
+
+
+def as_kept(state: State | None) -> Float[Array, "B HV 1 V K"] | None:
+    """As the scans keep a state."""
+    return None if state is None else state.mT[:, :, None]
 
 
 def kernel_cotangent(do: Float[Array, "B T HV V"], inputs: Inputs) -> Float[Array, "B T_whole HV V"]:
@@ -79,23 +85,24 @@ def _match(keep: Bool[Array, "B T"], x: Array) -> Array:
     return keep.reshape(keep.shape + (1,) * (x.ndim - 2))
 
 
-def beta_roots(x: KernelArrays) -> Float[Array, "B HV N 2 C"]:
-    """s and t of every token, beta = s t and |s| = |t|: what the two sides of the inverse are scaled with."""
-    beta = x.beta.reshape(*x.beta.shape[:2], -1, 1, CHUNK)
-    root = jnp.sqrt(jnp.abs(beta))
-    return jnp.concatenate([jnp.where(beta < 0, -root, root), root], axis=3)
+def by_chunk(*x: Float[Array, "B T HV"]) -> Float[Array, "B HV N S C"]:
+    """S numbers of every token: too few bytes for the kernels to read them as the caller laid them.
+
+    Two arrays would be two transposes of XLA, a kernel each.
+    """
+    rows = [a.reshape(a.shape[0], -1, CHUNK, a.shape[2]) for a in x]
+    return jnp.moveaxis(jnp.stack(rows, axis=2), -1, 1)
 
 
-def log2_decays(x: KernelArrays, inputs: Inputs) -> Float[Array, "B HV N C"]:
-    """GDN: log2 decay of every token: too few bytes for the kernels to read them as the caller laid them."""
+def log2_decays(x: KernelArrays, inputs: Inputs) -> Float[Array, "B T HV"]:
+    """GDN: log2 decay of every token."""
     time = inputs.q.shape[1]
     g = jnp.maximum(log_decay(x.g, inputs.gate)[..., 0].astype(F32) * LOG2E, STRONGEST)
     g = jnp.where(jnp.arange(g.shape[1])[None, :, None] < time, g, 0.0)
     if x.resets is not None:
         resets = x.resets[:, :, None]
         g = jnp.where(resets > 0, 0.0, jnp.maximum(g + resets, STRONGEST))
-    g = g.swapaxes(1, 2)
-    return g.reshape(*g.shape[:2], -1, CHUNK)
+    return g
 
 
 def key_arrays(x: KernelArrays, inputs: Inputs) -> KeyArrays:
@@ -107,7 +114,7 @@ def key_options(inputs: Inputs, options: Options) -> KeyOptions:
     return KeyOptions(options.scale, options.qk_norm, inputs.q.shape[1], gate_kind(inputs.gate))
 
 
-def cotangents(inputs: Inputs, options: Options, grads: Gradients, dv: Array, d_initial: Array) -> Inputs:
+def cotangents(inputs: Inputs, options: Options, grads: Gradients, dv: Array, d_initial: Array | None) -> Inputs:
     """From what the kernels leave, per value head and in whole chunks, to the cotangents of the caller's arrays."""
     batch, time, heads, key_dim = inputs.q.shape
     differentiable = (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta)
@@ -134,6 +141,6 @@ def cotangents(inputs: Inputs, options: Options, grads: Gradients, dv: Array, d_
     dbeta = by_token(grads.written) / at_least_smallest(beta) ** 2
     dg = tokens(grads.dg) if inputs.g.shape[-1] == key_dim else by_token(grads.dg)[..., None]
     dg, dgate, dbeta = adjoint((dg, dbeta))
-    d_state = None if inputs.initial_state is None else marked(d_initial[:, :, 0].mT)
+    d_state = None if d_initial is None else marked(d_initial[:, :, 0].mT)
     dv = tokens(dv).astype(inputs.v.dtype)
     return Inputs(to_queries(grads.dq, inputs.q), to_queries(grads.dk, inputs.k), dv, dg, dbeta, dgate, d_state, None)

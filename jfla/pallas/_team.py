@@ -13,7 +13,7 @@ from jfla.pallas import _patterns
 from jfla.pallas._jobs import Handover
 from jfla.pallas._keys import BLOCK, K, KeyArrays, KeyOptions, Keys, Q
 from jfla.pallas._operands import Place
-from jfla.pallas._tile import BF16, F16, F32, dot, tile_buffer, transposed, zeros
+from jfla.pallas._tile import BF16, F16, F32, dot, tile_buffer, transposed, write_roots, zeros
 from jfla.pallas._work import Turn
 
 START = (_patterns.BEFORE, _patterns.AFTER)
@@ -21,10 +21,10 @@ STRONG = (*_patterns.PAIRS, np.zeros((CHUNK, CHUNK), bool))  # last a token with
 
 
 class PrepareArrays(NamedTuple):
-    """What the kernel reads. roots: of beta, [B, HV, N, 2, C], unless the pairs are known; START and STRONG."""
+    """What the kernel reads. beta: [B, HV, N, 1, C], unless the pairs are known; START and STRONG."""
 
     keys: KeyArrays
-    roots: Any
+    beta: Any
     starts: Any
     strong: Any
 
@@ -54,7 +54,7 @@ class Barriers(NamedTuple):
     started: Any
     loaded: Any  # [2 warpgroups * 2 chunks]
     raw: Any  # [2 warpgroups]
-    roots: Any  # [2]
+    beta: Any  # [2]
     met: Any
     again: Any  # q and k once more
     pattern: Any
@@ -144,11 +144,18 @@ class Team(NamedTuple):
         view = place.rows(self.arrays.keys.g, self.keys.value_heads, pl.ds(self.me * BLOCK, BLOCK))
         plgpu.copy_gmem_to_smem(view, self.s.raw.at[self.me], self.barriers.raw.at[self.me])
 
-    def fetch_roots(self) -> None:
+    def fetch_beta(self) -> None:
         """For the warpgroups 1 and 2."""
         place, which = self.keys.place, self.me - 1
-        source = place.tile(self.arrays.roots)
-        plgpu.copy_gmem_to_smem(source, self.s.roots.at[which], self.barriers.roots.at[which])
+        source, target = place.tile(self.arrays.beta), self.s.roots.at[which]
+        plgpu.copy_gmem_to_smem(source.at[0], target.at[0], self.barriers.beta.at[which])
+
+    def roots(self, which: int) -> Any:
+        """The same warpgroup's, from beta once it has arrived, in whose place they are written."""
+        plgpu.barrier_wait(self.barriers.beta.at[which])
+        roots = self.s.roots.at[self.turn.zero + which]
+        write_roots(roots.at[0], roots)
+        return roots
 
 
 def buffers(x: KeyArrays, options: KeyOptions, blocks: int, with_pairs: bool) -> Tiles:
@@ -179,7 +186,7 @@ def barriers(x: KeyArrays, options: KeyOptions, blocks: int) -> Barriers:
         started=plgpu.Barrier(num_arrivals=len(START)),
         loaded=plgpu.Barrier(num_arrivals=2 + (not options.given) + (x.resets is not None), num_barriers=4),
         raw=plgpu.Barrier(num_barriers=2),
-        roots=plgpu.Barrier(num_barriers=2),
+        beta=plgpu.Barrier(num_barriers=2),
         met=plgpu.Barrier(num_arrivals=2),
         again=plgpu.Barrier(num_arrivals=2 * blocks),
         pattern=plgpu.Barrier(),

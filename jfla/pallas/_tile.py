@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -131,10 +132,13 @@ SQUARES = 6  # levels of doubling: blocks of 1, 2, 4 .. 32
 
 
 def squares() -> jax.Array:
-    """[1 + SQUARES, C, C] float16: the diagonal; then for every level the squares that join two of its blocks."""
-    row, column = jnp.indices((CHUNK, CHUNK))
+    """[1 + SQUARES, C, C] float16: the diagonal; then for every level the squares that join two of its blocks.
+
+    A constant of the program: made by JAX, it would be made again in every call.
+    """
+    row, column = np.indices((CHUNK, CHUNK))
     levels = [(row >> level) ^ (column >> level) == 1 for level in range(SQUARES)]
-    return jnp.stack([row == column, *(x & (column < row) for x in levels)]).astype(F16)
+    return jnp.asarray(np.stack([row == column, *(x & (column < row) for x in levels)]), F16)
 
 
 class Inverse(NamedTuple):
@@ -178,8 +182,16 @@ class Inverse(NamedTuple):
         return lax.fori_loop(1, SQUARES, self.double, self.diagonal() + self.square(0).astype(F32))
 
 
+def write_roots(beta: Any, roots: Any) -> None:
+    """s and t [2, C] of every token, beta = s t and |s| = |t|: what the two sides of the inverse are scaled with."""
+    beta = plgpu.load(beta, layout=ROWS)
+    root = jnp.sqrt(jnp.abs(beta))
+    roots.at[0][...] = jnp.where(beta < 0.0, -root, root)
+    roots.at[1][...] = root
+
+
 def around(x: jax.Array, roots: Any, zero: Any, inverse: bool = False) -> jax.Array:
-    """s x t of x [C, C], or t x s for the inverse. `roots` [2, C]: s and t, beta = s t and |s| = |t|.
+    """s x t of x [C, C], or t x s for the inverse, of what `write_roots` left.
 
     (I + diag(beta) L)^-1 diag(beta) = t (I + s L t)^-1 s: a small beta makes small neither rows nor columns alone, and
     what belongs to it keeps its digits in float16.

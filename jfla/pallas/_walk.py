@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jfla._types import CHUNK
 from jfla.pallas._jobs import Handover, Job, Promise
 from jfla.pallas._operands import BLOCK, Decays, Operands, Place, decay_buffer
-from jfla.pallas._tile import F32, SHARED_MEMORY, WGMMA, tile_buffer, transposed
+from jfla.pallas._tile import F32, SHARED_MEMORY, WGMMA, tile_buffer, transposed, zeros
 
 MOST_IN_REGISTERS = 128  # the K up to which the state fits there twice, in float32 and as left operand
 
@@ -58,7 +58,7 @@ class Arrays(NamedTuple):
     a_qk: Any
     inverse: Any
     values: Any  # [B, T, HV, V]
-    initial: Any
+    initial: Any  # None: the walk begins from zeros
     zero: Any  # [1], a 0 that the compiler cannot know (see Turn); where registers are few
 
 
@@ -66,25 +66,40 @@ class Walk(NamedTuple):
     """`state = step(state, tiles, emit)` over the chunks, from the first or, in reverse, from the last.
 
     `emit(i, x)` writes the chunk's part of emits[i]: x [V, C] into rows of [B, T, HV, V], or x [V, K] into a tile of
-    [B, HV, N, V, K], which comes first and passes through `Tiles.state` if there is one.
+    [B, HV, N, V, K], which comes first and passes through `Tiles.state` if there is one. `keeps_last`: whether the
+    last states, of each of the `parts` of time, are wanted.
     """
 
     step: Step
     arrays: Arrays
     emits: tuple[jax.ShapeDtypeStruct, ...]
     reverse: bool = False
+    parts: int = 1
+    keeps_last: bool = True
+
+    @property
+    def last_states(self) -> tuple[int, int, int, int, int]:
+        """[B, HV, P, V, K], also of the first ones where there are any."""
+        batch, _, heads, value_dim = self.arrays.values.shape
+        return batch, heads, self.parts, value_dim, self.arrays.k_in.shape[-1]
 
     @property
     def emits_states(self) -> bool:
         return any(len(e.shape) == 5 for e in self.emits[:1])
 
+    def begun(self) -> "Walk":
+        """With zeros to read where registers are few: a state made of them there would take three too many."""
+        if self.arrays.initial is not None or self.last_states[-1] <= MOST_IN_REGISTERS:
+            return self
+        return self._replace(arrays=self.arrays._replace(initial=jnp.zeros(self.last_states, F32)))
+
 
 def arrays(
-    op: Operands, values: jax.Array, initial: jax.Array, a_qk: Any, inverse: Any, queries: bool = True
+    op: Operands, values: jax.Array, initial: jax.Array | None, a_qk: Any, inverse: Any, queries: bool = True
 ) -> Arrays:
     """`initial` [B, HV, P, V, K] float32, one for each of P parts of time. `queries`: whether the steps use q."""
     k_out = None if len(op.decay.shape) == 5 else op.k_out
-    zero = jnp.zeros(1, jnp.int32) if initial.shape[-1] > MOST_IN_REGISTERS else None
+    zero = jnp.zeros(1, jnp.int32) if op.k_in.shape[-1] > MOST_IN_REGISTERS else None
     return Arrays(op.k_in, op.decay, op.q_in if queries else None, k_out, a_qk, inverse, values, initial, zero)
 
 
@@ -107,7 +122,7 @@ class Program(NamedTuple):
     handover: Handover
     here: Arrays  # in device memory
     emits: list[Any]
-    last: Any
+    last: Any  # or None
     s: Arrays  # in shared memory; values [stages, workers, C, 64]
     staging: list[Any]
     state: Any  # [workers, 64, K]: see Tiles
@@ -125,7 +140,7 @@ class Program(NamedTuple):
     @property
     def chunks(self) -> tuple[Any, Any]:
         """(first, number) of the chunks in this program's part of time."""
-        parts, n_chunks = self.walk.arrays.initial.shape[2], self.walk.arrays.values.shape[1] // CHUNK
+        parts, n_chunks = self.walk.parts, self.walk.arrays.values.shape[1] // CHUNK
         per_part = -(-n_chunks // parts)
         first = self.spot.part * per_part
         return first, jnp.minimum(per_part, n_chunks - first)
@@ -153,14 +168,19 @@ class Program(NamedTuple):
         plgpu.set_max_registers(232 if self.state is None else 248, action="increase")
         place = self.place(0)
         at = (place.batch, place.head, self.spot.part, self.columns(worker))
-        state = plgpu.load(self.here.initial.at[at], layout=WGMMA, optimized=False)
+        if self.here.initial is None:
+            state = zeros(BLOCK, self.walk.last_states[-1])
+        else:
+            state = plgpu.load(self.here.initial.at[at], layout=WGMMA, optimized=False)
 
         def step(i: Any, carry: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
             state, zero = carry
             return self.chunk(i, state, worker + zero), zero & i
 
         zero = jnp.int32(0) if self.here.zero is None else self.here.zero[0]
-        self.last.at[at][...] = lax.fori_loop(0, self.chunks[1], step, (state, zero))[0]
+        state, _ = lax.fori_loop(0, self.chunks[1], step, (state, zero))
+        if self.last is not None:
+            self.last.at[at][...] = state
         plgpu.wait_smem_to_gmem(0)
 
     def chunk(self, i: Any, state: jax.Array, worker: Any) -> jax.Array:
@@ -223,14 +243,16 @@ class Program(NamedTuple):
 
 
 def walk(walks: tuple[Walk, ...], *, config: WalkConfig, name: str) -> Promise:
-    """Of every walk: what was emitted, then the last states [B, HV, P, V, K] float32. All are of one shape."""
-    batch, heads, parts, value_dim, key_dim = walks[0].arrays.initial.shape
+    """Of every walk: what was emitted, then the last states [B, HV, P, V, K] float32 or None. All are of one shape."""
+    walks = tuple(w.begun() for w in walks)
+    batch, heads, parts, value_dim, key_dim = walks[0].last_states
     config = config._replace(v_block=min(config.v_block, value_dim))
     stages, buffers = _buffers(walks, config)
     config, workers = config._replace(stages=stages), config.v_block // BLOCK
     grid = Spot(value_dim // config.v_block, parts, len(walks), heads, batch)
     sources, structure = jax.tree.flatten([w.arrays for w in walks])
-    out_types = [[*w.emits, jax.ShapeDtypeStruct(w.arrays.initial.shape, F32)] for w in walks]
+    last = lambda w: jax.ShapeDtypeStruct(w.last_states, F32) if w.keeps_last else None
+    out_types = [[*w.emits, last(w)] for w in walks]
     outs_flat, outs_structure = jax.tree.flatten(out_types)
 
     def body(refs: list[Any], scratch: Any, program: Any, handover: Handover) -> None:
@@ -288,7 +310,7 @@ def _buffers(walks: tuple[Walk, ...], config: WalkConfig) -> tuple[int, tuple[An
 
     And one for the state, if it needs one of its own.
     """
-    key_dim, workers = walks[0].arrays.initial.shape[-1], config.v_block // BLOCK
+    key_dim, workers = walks[0].last_states[-1], config.v_block // BLOCK
     used = Arrays(*(any(x is not None for x in field) for field in zip(*(w.arrays for w in walks))))
 
     def read(stages: int) -> Arrays:

@@ -4,16 +4,16 @@ import functools
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
-from jfla._types import CHUNK, DeltaRuleOutput, Inputs, Options, State
+from jfla._types import DeltaRuleOutput, Inputs, Options, State
 from jfla._types import Value as Values
 from jfla.pallas import _config
 from jfla.pallas._arrays import (
     KernelArrays,
-    beta_roots,
+    as_kept,
+    by_chunk,
     cotangents,
     kernel_arrays,
     kernel_cotangent,
@@ -28,7 +28,7 @@ from jfla.pallas._operands import Operands, Pairs
 from jfla.pallas._tile import BF16, F32
 from jfla.pallas.gradients_gdn import gradients_gdn
 from jfla.pallas.gradients_kda import gradients_kda
-from jfla.pallas.prepare_gdn import TokenArrays, prepare_gdn
+from jfla.pallas.prepare_gdn import prepare_gdn
 from jfla.pallas.prepare_kda import prepare_kda
 from jfla.pallas.scan import backward_scans, output_scan, split_ends, split_states
 
@@ -38,7 +38,7 @@ class Prepared(NamedTuple):
 
     operands: Operands
     pairs: Pairs | None
-    tokens: Array | None
+    known: Array | None
 
 
 def prepare(
@@ -46,45 +46,48 @@ def prepare(
 ) -> Promise:
     """Prepared, chunk by chunk: gate, norms, decayed dots, inverse. The one place where KDA and GDN part."""
     key_dim, static = x.q.shape[-1], key_options(inputs, options)
-    roots = beta_roots(x) if with_pairs else None
+    beta = (x.beta,) if with_pairs else ()
     programs = programs or _config.MULTIPROCESSORS
     if x.op == "gdn":
-        tokens = TokenArrays(log2_decays(x, inputs), roots)
+        tokens = by_chunk(log2_decays(x, inputs), *beta)
         promise = prepare_gdn(x.q, x.k, tokens, static, _config.prepare_gdn_config(key_dim, programs))
     else:
-        promise = prepare_kda(key_arrays(x, inputs), roots, x.v.shape[2], static, programs)
+        tokens = by_chunk(*beta) if with_pairs else None
+        promise = prepare_kda(key_arrays(x, inputs), tokens, x.v.shape[2], static, programs)
     return promise._replace(value=Prepared(*promise.value))
 
 
 def forward(inputs: Inputs, options: Options) -> tuple[DeltaRuleOutput, Pairs]:
     x = kernel_arrays(inputs, options)
-    batch, heads, _, value_dim, key_dim = x.initial.shape
-    n_chunks = x.v.shape[1] // CHUNK
+    batch, heads, n_chunks, value_dim, key_dim = x.dims
+    last = options.return_final_state
     config, spare = _config.beside_config(x.op, key_dim, value_dim, batch * heads, n_chunks)
     if spare:
         with jax.named_scope("jfla_prepare_beside_output_scan"):
             preparing = prepare(x, inputs, options, programs=spare)
-            scanning = output_scan(preparing.value.operands, preparing.value.pairs, x.v, x.initial, config)
+            scanning = output_scan(
+                preparing.value.operands, preparing.value.pairs, x.v, x.initial, config, keeps_last=last
+            )
             prepared, (output, final) = beside(preparing, scanning, (batch, heads, n_chunks))
     else:
         with jax.named_scope("jfla_prepare"):
             prepared = run(prepare(x, inputs, options))
-        output, final = scan_alone(x, prepared.operands, prepared.pairs)
+        output, final = scan_alone(x, prepared.operands, prepared.pairs, keeps_last=last)
     pairs = Pairs(*(checkpoint_name(a, name) for a, name in zip(prepared.pairs, ("jfla_a_qk", "jfla_inverse"))))
     output = output[:, : inputs.v.shape[1]].astype(inputs.v.dtype)
-    return DeltaRuleOutput(output, final[:, :, -1].mT if options.return_final_state else None), pairs
+    return DeltaRuleOutput(output, None if final is None else final[:, :, -1].mT), pairs
 
 
-def scan_alone(x: KernelArrays, carried: Operands, pairs: Pairs) -> tuple[Array, Array]:
+def scan_alone(x: KernelArrays, carried: Operands, pairs: Pairs, *, keeps_last: bool) -> tuple[Array, Array | None]:
     """The output and the last states; parts of time side by side where there are few sequences."""
-    batch, heads, _, value_dim, key_dim = x.initial.shape
+    batch, heads, n_chunks, value_dim, key_dim = x.dims
     config = _config.scan_config(key_dim, value_dim, batch * heads)
-    parts, initial = _config.scan_parts(key_dim, value_dim, batch * heads, x.v.shape[1] // CHUNK), x.initial
+    parts, initial = _config.scan_parts(key_dim, value_dim, batch * heads, n_chunks), x.initial
     if parts > 1:
         with jax.named_scope("jfla_split"):
             initial = split_states(carried, pairs, x.v, initial, config, parts)
     with jax.named_scope("jfla_output_scan"):
-        return run(output_scan(carried, pairs, x.v, initial, config))
+        return run(output_scan(carried, pairs, x.v, initial, config, keeps_last=keeps_last))
 
 
 def backward(inputs: Inputs, options: Options, pairs: Pairs, d_output: Values, d_final: State | None) -> Inputs:
@@ -103,23 +106,26 @@ def chunk_gradients(x: KernelArrays, inputs: Inputs, options: Options, prepared:
     """The gradients of every chunk, which do not depend on each other."""
     static = key_options(inputs, options)
     out_dtype = BF16 if inputs.q.dtype == BF16 and inputs.q.shape[2] == inputs.v.shape[2] else F32
-    if prepared.tokens is not None:
-        return gradients_gdn(prepared.operands, prepared.tokens, ends, static, _config.MULTIPROCESSORS, out_dtype)
+    if prepared.known is not None:
+        return gradients_gdn(prepared.operands, prepared.known, ends, static, _config.MULTIPROCESSORS, out_dtype)
     return gradients_kda(key_arrays(x, inputs), ends, static, out_dtype)
 
 
-def scans(x: KernelArrays, carried: Operands, pairs: Pairs, do: Array, d_final: State | None) -> tuple[Ends, Array]:
-    """The states once more, their cotangents in reverse; and dS^T before the first chunk."""
-    batch, heads, _, value_dim, key_dim = x.initial.shape
+def scans(
+    x: KernelArrays, carried: Operands, pairs: Pairs, do: Array, d_final: State | None
+) -> tuple[Ends, Array | None]:
+    """The states once more, their cotangents in reverse; and dS^T before the first chunk, if a state was given."""
+    batch, heads, n_chunks, value_dim, key_dim = x.dims
     config = _config.scan_config(key_dim, value_dim, batch * heads)
-    d_last = jnp.zeros_like(x.initial) if d_final is None else d_final.mT[:, :, None]
-    first_and_last = x.initial, d_last
-    parts = _config.scan_parts(key_dim, value_dim, batch * heads, x.v.shape[1] // CHUNK)
+    both_ends = x.initial, as_kept(d_final)
+    parts = _config.scan_parts(key_dim, value_dim, batch * heads, n_chunks)
     if parts > 1:
         with jax.named_scope("jfla_split"):
-            first_and_last = split_ends(carried, pairs, x.v, do, first_and_last, config, parts)
+            both_ends = split_ends(carried, pairs, x.v, do, both_ends, config, parts)
     with jax.named_scope("jfla_backward_scans"):
-        states, v_new, dends, dv, d_initial = backward_scans(carried, pairs, x.v, do, first_and_last, config)
+        states, v_new, dends, dv, d_initial = backward_scans(
+            carried, pairs, x.v, do, both_ends, config, keeps_first=x.initial is not None
+        )
     return Ends(states, dends, v_new, do, dv), d_initial
 
 

@@ -58,7 +58,7 @@ class Sources(NamedTuple):
     k: Any
     ends: Ends
     factors: Any  # [B, HV, N, 4, C]
-    tokens: Any  # [B, HV, N, 1 or 3, C]
+    known: Any  # [B, HV, N, 1 or 3, C]
 
 
 class Tiles(NamedTuple):
@@ -69,7 +69,7 @@ class Tiles(NamedTuple):
     keys: Any  # [2, blocks] tiles: q and k; then dq and dk
     weights: Any  # [2] tiles: W_q without its diagonal, and W_k
     factors: Any  # [4] vectors
-    tokens: Any  # [1 or 3] vectors
+    known: Any  # [1 or 3] vectors
     diagonal: Any  # [2] vectors: do . v_new and dv . v_new
     along: Any  # [2, blocks] vectors: what of dq and dk lies along q and k (qk_norm)
     meeting: Any  # [3, blocks] vectors: x . dx of the decays up to a token; after it; of the whole chunk
@@ -141,7 +141,7 @@ class Chunk(NamedTuple):
 
     def norm(self, which: Any) -> jax.Array:
         """[C]: 1 / norm of q or k."""
-        return plgpu.load(self.s.tokens.at[NORMS + which], layout=ROWS)
+        return plgpu.load(self.s.known.at[NORMS + which], layout=ROWS)
 
     def fetch(self) -> None:
         """Issues the copies of a chunk, each as soon as there is room."""
@@ -151,7 +151,7 @@ class Chunk(NamedTuple):
             self.fetch_block(n, slot)
         pl.when(self.turn.number > 0)(lambda: plgpu.barrier_wait(self.barriers.done))
         place, s = self.place, self.s
-        views = [(place.tile(self.source.factors), s.factors), (place.tile(self.source.tokens), s.tokens)]
+        views = [(place.tile(self.source.factors), s.factors), (place.tile(self.source.known), s.known)]
         for which, source in enumerate((self.source.q, self.source.k)):
             for b in range(self.shape.blocks):
                 views.append((place.rows(source, self.shape.heads, self.columns(b)), s.keys.at[which, b]))
@@ -204,10 +204,10 @@ def weigh(c: Chunk, w: jax.Array) -> None:
     """W_q by one warpgroup, W_k by the other, strictly lower; their diagonals apart."""
     none, options = zeros(CHUNK, CHUNK), c.shape.options
     c.s.diagonal.at[c.me][...] = jnp.sum(jnp.where(index(0) == index(1), w, none), axis=1)
-    w = w * pair_decay(c.s.tokens.at[BEFORE]) * jnp.where(c.me == Q, options.scale, -1.0)
+    w = w * pair_decay(c.s.known.at[BEFORE]) * jnp.where(c.me == Q, options.scale, -1.0)
     if options.qk_norm:
         w = w * lax.optimization_barrier(per_row(c.norm(c.me), CHUNK))
-        w = w * lax.optimization_barrier(per_column(plgpu.load(c.s.tokens.at[NORMS + K], layout=COLS), CHUNK))
+        w = w * lax.optimization_barrier(per_column(plgpu.load(c.s.known.at[NORMS + K], layout=COLS), CHUNK))
     c.s.weights.at[c.me][...] = jnp.where(index(1) < index(0), w, none).astype(BF16)
 
 
@@ -290,15 +290,15 @@ def compute(c: Chunk, out: Gradients) -> None:
 
 
 def gradients_gdn(
-    op: Operands, tokens: jax.Array, ends: Ends, options: KeyOptions, programs: int, out_dtype: Any
+    op: Operands, known: jax.Array, ends: Ends, options: KeyOptions, programs: int, out_dtype: Any
 ) -> Gradients:
-    """`op`, `tokens`: prepare_gdn's. dq and dk in `out_dtype`, or in float32 where parts of K are left to normalise."""
+    """`op`, `known`: prepare_gdn's. dq and dk in `out_dtype`, or in float32 where parts of K are left to normalise."""
     batch, heads, n_chunks, value_dim, key_dim = ends.states.shape
     blocks, parts = min(key_dim, PART) // BLOCK, max(key_dim // PART, 1)
-    stages, tiles = _buffers(blocks, tokens.shape[3])
+    stages, tiles = _buffers(blocks, known.shape[3])
     shape = Shape(heads, blocks, parts, value_dim // BLOCK, stages, options)
     work = Work(batch, heads * parts, n_chunks, workers=1, programs=programs)
-    sources, structure = jax.tree.flatten(Sources(op.q_in, op.k_in, ends, op.decay, tokens))
+    sources, structure = jax.tree.flatten(Sources(op.q_in, op.k_in, ends, op.decay, known))
 
     def kernel(*refs: Any) -> None:
         *arrays, zero, dq, dk, dg, written, (tiles, *barriers) = refs
@@ -356,7 +356,7 @@ def _buffers(blocks: int, known: int) -> tuple[int, Tiles]:
         keys=tile_buffer(2, blocks, CHUNK, BLOCK),
         weights=tile_buffer(2, CHUNK, BLOCK),
         factors=vectors(4),
-        tokens=vectors(known),
+        known=vectors(known),
         diagonal=vectors(2),
         along=vectors(2, blocks),
         meeting=vectors(3, blocks),

@@ -35,9 +35,12 @@ from jfla.pallas._tile import (
     transposed,
     write_inverse,
     write_lower,
+    write_roots,
     zeros,
 )
 from jfla.pallas._work import Turn, Work
+
+DECAY, BETA = range(2)  # of a token's scalars
 
 
 class PrepareConfig(NamedTuple):
@@ -47,14 +50,8 @@ class PrepareConfig(NamedTuple):
     programs: int
 
 
-BEFORE, NORMS = 0, 1  # rows of what is known of tokens: the running sum of log2 decay; 1 / norm of q and k (qk_norm)
-
-
-class TokenArrays(NamedTuple):
-    """Of every chunk, float32: log2 decay [B, HV, N, C]; roots of beta [B, HV, N, 2, C] unless the pairs are known."""
-
-    g: Any
-    roots: Any
+# Rows of what is known of tokens: the running sum of log2 decay; 1 / norm of q and k, under qk_norm.
+BEFORE, NORMS = 0, 1
 
 
 class Worker(NamedTuple):
@@ -63,8 +60,8 @@ class Worker(NamedTuple):
     keys: Keys
     tile: Any  # float16: what is inverted, and where
     work: Any
-    g: Any  # [C] each
-    tokens: Any  # [1 or 3, C]
+    tokens: Any  # [1 or 2, C]: log2 decay; beta, for the pairs
+    known: Any  # [1 or 3, C]: see BEFORE
     roots: Any  # [2, C]
     masks: Any  # `squares`
     factors: Any  # [4, C]
@@ -79,32 +76,32 @@ class Worker(NamedTuple):
         return index(1) + (self.zero & (1 << stage)) <= index(0)
 
 
-def load_chunk(w: Worker, q: Any, k: Any, tokens: TokenArrays) -> None:
+def load_chunk(w: Worker, q: Any, k: Any, tokens: Any) -> None:
     keys, place = w.keys, w.keys.place
     if keys.q is not None:
         for b in range(keys.blocks):
             keys.fetch(b, q, k, w.loaded)
-    for source, target in zip(tokens, (w.g, w.roots)):
-        if target is not None:
-            plgpu.copy_gmem_to_smem(place.tile(source), target, w.loaded)
+    plgpu.copy_gmem_to_smem(place.tile(tokens), w.tokens, w.loaded)
     plgpu.barrier_wait(w.loaded)
 
 
 def write_factors(w: Worker) -> None:
     """What multiplies a token's row of q and k where they meet the state, and the decay of the whole chunk."""
     keys = w.keys
-    columns = lax.optimization_barrier(per_column(plgpu.load(w.g, layout=COLS), CHUNK))
+    columns = lax.optimization_barrier(per_column(plgpu.load(w.tokens.at[DECAY], layout=COLS), CHUNK))
     before = jnp.sum(jnp.where(w.lower(0), columns, zeros(CHUNK, CHUNK)), axis=1)
-    w.tokens.at[BEFORE][...] = before
+    w.known.at[BEFORE][...] = before
     if keys.options.qk_norm:
         keys.measure(0)
+    if w.roots is not None:
+        write_roots(w.tokens.at[BETA], w.roots)
     plgpu.commit_smem()
-    last = plgpu.layout_cast(lax.broadcast_in_dim(w.tokens[BEFORE, CHUNK - 1], (CHUNK,), []), ROWS)
+    last = plgpu.layout_cast(lax.broadcast_in_dim(w.known[BEFORE, CHUNK - 1], (CHUNK,), []), ROWS)
     q_in, k_in, k_out = jnp.exp2(before) * keys.options.scale, jnp.exp2(before), jnp.exp2(last - before)
     if keys.options.qk_norm:
         norms = keys.factor(Q), keys.factor(K)
         for which, norm in zip((Q, K), norms):
-            w.tokens.at[NORMS + which][...] = norm
+            w.known.at[NORMS + which][...] = norm
         q_in, k_in, k_out = q_in * norms[Q], k_in * norms[K], k_out * norms[K]
     for i, factor in enumerate((q_in, k_in, k_out, jnp.exp2(last))):
         w.factors.at[i][...] = factor
@@ -120,7 +117,7 @@ def write_pairs(w: Worker, pairs: Pairs) -> None:
         if keys.options.qk_norm:
             x = x * lax.optimization_barrier(per_row(keys.factor(which), CHUNK))
             x = x * lax.optimization_barrier(per_column(keys.factor(K, COLS), CHUNK))
-        return x * pair_decay(w.tokens.at[BEFORE], keys.scale(which))
+        return x * pair_decay(w.known.at[BEFORE], keys.scale(which))
 
     # What is stored takes the place of what the dots have read.
     lower, a_tile, inverse = dots(K), keys.q.at[w.at(0)], keys.k.at[w.at(0)]
@@ -133,36 +130,36 @@ def write_pairs(w: Worker, pairs: Pairs) -> None:
     plgpu.copy_smem_to_gmem(inverse, place.tile(pairs.inverse))
 
 
-def prepare_gdn(q: jax.Array, k: jax.Array, tokens: TokenArrays, options: KeyOptions, config: PrepareConfig) -> Promise:
+def prepare_gdn(q: jax.Array, k: jax.Array, tokens: jax.Array, options: KeyOptions, config: PrepareConfig) -> Promise:
     """Operands: factors of every row of q and k. The Pairs of every chunk, or None.
 
-    And what else is known of tokens, [B, HV, N, 1 or 3, C]: see BEFORE.
+    And what else is known of tokens, [B, HV, N, 1 or 3, C]: see BEFORE. `tokens` [B, HV, N, S, C] float32: log2 decay,
+    and beta unless the pairs are known.
     """
-    batch, heads, n_chunks, _ = tokens.g.shape
-    key_dim, with_pairs = q.shape[-1], tokens.roots is not None
+    batch, heads, n_chunks, scalars, _ = tokens.shape
+    key_dim, with_pairs = q.shape[-1], scalars > BETA
     blocks, with_keys = key_dim // BLOCK, with_pairs or options.qk_norm
-    known = 1 + 2 * options.qk_norm
+    n_known = 1 + 2 * options.qk_norm
     work = Work(batch, heads, n_chunks, workers=config.workers, programs=config.programs)
 
     def body(refs: list[Any], scratch: Any, program: Any, handover: Handover) -> None:
-        q_g, k_g, g_g, *rest = refs
-        roots_g: Any = rest.pop(0) if with_pairs else None
+        q_g, k_g, tokens_g, *rest = refs
         masks_g: Any = rest.pop(0) if with_pairs else None
-        zero_g, factors_o, tokens_o, *pair_o = rest
+        zero_g, factors_o, known_o, *pair_o = rest
         (masks_s, *buffers), loaded, started = scratch
         wg = lax.axis_index("wg")
 
         def chunk(turn: Turn) -> None:
             place = turn.place
             mine = [None if buffer is None else buffer.at[wg + turn.zero] for buffer in buffers]
-            q_s, k_s, norms_s, tile_s, work_s, g_s, tokens_s, roots_s, factors_s = mine
+            q_s, k_s, norms_s, tile_s, work_s, tokens_s, known_s, roots_s, factors_s = mine
             keys = Keys(options, place, heads, blocks, q_s, k_s, norms_s)
-            w = Worker(keys, tile_s, work_s, g_s, tokens_s, roots_s, masks_s, factors_s, loaded.at[wg], turn.zero)
-            load_chunk(w, q_g, k_g, TokenArrays(g_g, roots_g))
+            w = Worker(keys, tile_s, work_s, tokens_s, known_s, roots_s, masks_s, factors_s, loaded.at[wg], turn.zero)
+            load_chunk(w, q_g, k_g, tokens_g)
             write_factors(w)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(w.factors, place.tile(factors_o))
-            plgpu.copy_smem_to_gmem(w.tokens, place.tile(tokens_o))
+            plgpu.copy_smem_to_gmem(w.known, place.tile(known_o))
             if with_pairs:
                 write_pairs(w, Pairs(*pair_o))
             handover.tell(place)
@@ -188,13 +185,13 @@ def prepare_gdn(q: jax.Array, k: jax.Array, tokens: TokenArrays, options: KeyOpt
     square = lambda: shape((*lead, CHUNK, CHUNK), BF16)
     tiles = lambda *shape, dtype=BF16: tile_buffer(config.workers, *shape, CHUNK, BLOCK, dtype=dtype)
     vector = lambda *shape: plgpu.SMEM((config.workers, *shape, CHUNK), F32)
-    sources = (q, k, tokens.g, tokens.roots, squares() if with_pairs else None, jnp.zeros(1, jnp.int32))
-    decay, tokens_out = shape((*lead, 4, CHUNK), F32), shape((*lead, known, CHUNK), F32)
+    sources = (q, k, tokens, squares() if with_pairs else None, jnp.zeros(1, jnp.int32))
+    decay, known = shape((*lead, 4, CHUNK), F32), shape((*lead, n_known, CHUNK), F32)
     pairs = Pairs(square(), square()) if with_pairs else None
     job = Job(
         "jfla_prepare_gdn",
         tuple(a for a in sources if a is not None),
-        (decay, tokens_out, *(pairs or ())),
+        (decay, known, *(pairs or ())),
         programs=work.used,
         warpgroups=config.workers,
         buffers=(
@@ -204,15 +201,15 @@ def prepare_gdn(q: jax.Array, k: jax.Array, tokens: TokenArrays, options: KeyOpt
             vector(2, 1),
             tiles(dtype=F16) if with_pairs else None,
             tiles(dtype=F16) if with_pairs else None,
-            vector(),
-            vector(known),
+            vector(scalars),
+            vector(n_known),
             vector(2) if with_pairs else None,
             vector(4),
         ),
         barriers=(
-            plgpu.Barrier(num_arrivals=1 + with_pairs + 2 * blocks * with_keys, num_barriers=config.workers),
+            plgpu.Barrier(num_arrivals=1 + 2 * blocks * with_keys, num_barriers=config.workers),
             plgpu.Barrier(num_arrivals=1 + SQUARES),
         ),
         body=body,
     )
-    return Promise(job, (Operands(q, k, k, decay), pairs, tokens_out))
+    return Promise(job, (Operands(q, k, k, decay), pairs, known))

@@ -160,7 +160,7 @@ def share_chunk(t: Team, out: Operands, pairs: Pairs | None) -> None:
     """What the first two warpgroups do with a chunk."""
     keys = t.keys
     if pairs is not None:
-        pl.when(t.me == 1)(t.fetch_roots)
+        pl.when(t.me == 1)(t.fetch_beta)
     t.channels(lambda: load_chunk(t))
     if t.handover.made is not None:
         plgpu.wait_smem_to_gmem(0)  # those of the chunk before have arrived meanwhile
@@ -185,43 +185,43 @@ def share_chunk(t: Team, out: Operands, pairs: Pairs | None) -> None:
 
     @pl.when(t.me == 1)
     def _keys():
-        plgpu.barrier_wait(t.barriers.roots.at[0])
+        roots = t.roots(0)
         plgpu.barrier_wait(t.barriers.taken)
-        write_lower(x, t.s.roots.at[t.turn.zero], t.s.lower.at[t.turn.zero], t.turn.zero)
+        write_lower(x, roots, t.s.lower.at[t.turn.zero], t.turn.zero)
         plgpu.barrier_arrive(t.barriers.handed)
 
 
 def invert(t: Team, pairs: Pairs) -> None:
     """What the third warpgroup does."""
-    t.fetch_roots()
+    t.fetch_beta()
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    plgpu.barrier_wait(t.barriers.roots.at[1])
+    roots = t.roots(1)
     plgpu.barrier_wait(t.barriers.handed)
     zero = t.turn.zero
     lower, work, out = (x.at[zero] for x in (t.s.lower, t.s.work, t.s.inverse))
-    write_inverse(Inverse(lower, work, zero), t.s.roots.at[zero + 1], out)
+    write_inverse(Inverse(lower, work, zero), roots, out)
     plgpu.barrier_arrive(t.barriers.taken)
     # The other two have waited for their stores of the chunk before, and met, ere this one was handed.
     pl.when(t.turn.has_last)(lambda: t.handover.tell(t.turn.last_place))
     plgpu.copy_smem_to_gmem(out, t.keys.place.tile(pairs.inverse))
 
 
-def prepare_kda(x: KeyArrays, roots: jax.Array | None, heads: int, options: KeyOptions, programs: int) -> Promise:
-    """The Operands of every chunk, and its Pairs, or None where the caller has them: beta's roots [B, HV, N, 2, C]."""
+def prepare_kda(x: KeyArrays, beta: jax.Array | None, heads: int, options: KeyOptions, programs: int) -> Promise:
+    """The Operands of every chunk, and its Pairs of beta [B, HV, N, 1, C], or None where the caller has them."""
     batch, padded, _, key_dim = x.q.shape
     n_chunks, blocks = padded // CHUNK, key_dim // BLOCK
     work = Work(batch, heads, n_chunks, workers=1, programs=programs)
-    packed, with_pairs = x.resets is not None, roots is not None
+    packed, with_pairs = x.resets is not None, beta is not None
     sources = [x.q, x.k, x.g, x.rates, x.bias, _patterns.stack(F16, *START), _patterns.stack(F16, *STRONG)]
-    sources += [jnp.zeros(1, jnp.int32), *(a for a in (roots, x.resets) if a is not None)]
+    sources += [jnp.zeros(1, jnp.int32), *(a for a in (beta, x.resets) if a is not None)]
 
     def body(refs: list[Any], scratch: Any, program: Any, handover: Handover) -> None:
         q_g, k_g, g_g, rates_g, bias_g, starts_g, strong_g, zero_g, *rest = refs
-        roots_g = rest.pop(0) if with_pairs else None
+        beta_g = rest.pop(0) if with_pairs else None
         resets_g = rest.pop(0) if packed else None
         out, pairs = Operands(*rest[:4]), Pairs(*rest[4:]) if with_pairs else None
         buffers, *barriers = scratch
-        arrays = PrepareArrays(KeyArrays(q_g, k_g, g_g, rates_g, bias_g, resets_g), roots_g, starts_g, strong_g)
+        arrays = PrepareArrays(KeyArrays(q_g, k_g, g_g, rates_g, bias_g, resets_g), beta_g, starts_g, strong_g)
         s, at, me = Tiles(*buffers), Barriers(*barriers), lax.axis_index("wg")
 
         def team(turn: Turn) -> Team:

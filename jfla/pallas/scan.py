@@ -22,6 +22,8 @@ from jfla.pallas._operands import K_IN, K_OUT, Q_IN, Operands, Pairs, times
 from jfla.pallas._tile import BF16, F32, dots, dots_while, load, transposed, zeros
 from jfla.pallas._walk import Emit, Tiles, Walk, WalkConfig, arrays, walk
 
+BothEnds = tuple[jax.Array | None, jax.Array | None]  # the states before time, the cotangents after it; None is 0
+
 
 def _values(x: Tiles) -> tuple[jax.Array, jax.Array | None]:
     """v^T and what the states of k are multiplied with."""
@@ -41,8 +43,13 @@ def _left(state: jax.Array, x: Tiles, emit: Emit | None = None) -> tuple[Any, Ca
     return x.state, lambda: None
 
 
-def output_scan(op: Operands, pairs: Pairs, v: jax.Array, initial: jax.Array, config: WalkConfig) -> Promise:
-    """o [B, T, HV, V] and the states after each part of time, transposed, [B, HV, P, V, K]."""
+def output_scan(
+    op: Operands, pairs: Pairs, v: jax.Array, initial: jax.Array | None, config: WalkConfig, *, keeps_last: bool
+) -> Promise:
+    """o [B, T, HV, V] and the states after each part of time, transposed, [B, HV, P, V, K], if they are kept.
+
+    Here as everywhere `initial` is what each part begins from, [B, HV, P, V, K], or None: one part, from zeros.
+    """
 
     def step(state: jax.Array, x: Tiles, emit: Emit) -> jax.Array:
         left, _ = _left(state, x)
@@ -60,15 +67,21 @@ def output_scan(op: Operands, pairs: Pairs, v: jax.Array, initial: jax.Array, co
         emit(0, out)
         return state
 
-    alone = Walk(step, arrays(op, v, initial, *pairs), (jax.ShapeDtypeStruct(v.shape, BF16),))
+    reads, emits = arrays(op, v, initial, *pairs), (jax.ShapeDtypeStruct(v.shape, BF16),)
+    alone = Walk(step, reads, emits, parts=_parts(initial), keeps_last=keeps_last)
     promise = walk((alone,), config=config, name="jfla_output_scan")
     return promise._replace(value=tuple(promise.value[0]))
 
 
-def states_walk(op: Operands, pairs: Pairs, v: jax.Array, initial: jax.Array) -> Walk:
+def _parts(initial: jax.Array | None) -> int:
+    return 1 if initial is None else initial.shape[2]
+
+
+def states_walk(op: Operands, pairs: Pairs, v: jax.Array, initial: jax.Array | None) -> Walk:
     """S^T at each chunk's start [B, HV, N, V, K] and v_new [B, T, HV, V]: what the backward reads of the forward."""
-    reads = arrays(op, v, initial, None, pairs.inverse, queries=False)
-    return Walk(lambda state, x, emit: _advance(state, x, emit), reads, _states_and_values(initial, v))
+    reads, emits = arrays(op, v, initial, None, pairs.inverse, queries=False), _states_and_values(op, v)
+    advance = lambda state, x, emit: _advance(state, x, emit)
+    return Walk(advance, reads, emits, parts=_parts(initial), keeps_last=False)
 
 
 def _advance(state: jax.Array, x: Tiles, emit: Emit | None, writing: bool = True) -> jax.Array:
@@ -90,10 +103,11 @@ def _advance(state: jax.Array, x: Tiles, emit: Emit | None, writing: bool = True
     return dots((state, (times(v_new, k_out).astype(BF16), x.k_out)))[0]
 
 
-def adjoints_walk(op: Operands, pairs: Pairs, do: jax.Array, dfinal: jax.Array) -> Walk:
+def adjoints_walk(op: Operands, pairs: Pairs, do: jax.Array, dfinal: jax.Array | None, keeps_first: bool) -> Walk:
     """dS^T at each chunk's end [B, HV, N, V, K], dv [B, T, HV, V], and dS^T before the first chunk [B, HV, P, V, K]."""
-    reads, emits = arrays(op, do, dfinal, *pairs), _states_and_values(dfinal, do)
-    return Walk(lambda dstate, x, emit: _retreat(dstate, x, emit), reads, emits, reverse=True)
+    reads, emits = arrays(op, do, dfinal, *pairs), _states_and_values(op, do)
+    retreat = lambda dstate, x, emit: _retreat(dstate, x, emit)
+    return Walk(retreat, reads, emits, reverse=True, parts=_parts(dfinal), keeps_last=keeps_first)
 
 
 def _retreat(dstate: jax.Array, x: Tiles, emit: Emit | None) -> jax.Array:
@@ -116,68 +130,60 @@ def _retreat(dstate: jax.Array, x: Tiles, emit: Emit | None) -> jax.Array:
 
 
 def backward_scans(
-    op: Operands, pairs: Pairs, v: jax.Array, do: jax.Array, ends: tuple[jax.Array, jax.Array], config: WalkConfig
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
-    """States and v_new, dS and dv, and dS before the first chunk. `ends`: the first states, and the last of dS."""
+    op: Operands, pairs: Pairs, v: jax.Array, do: jax.Array, ends: BothEnds, config: WalkConfig, *, keeps_first: bool
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None]:
+    """States and v_new, dS and dv, and dS before the first chunk, if it is kept."""
     initial, dfinal = ends
-    walks = adjoints_walk(op, pairs, do, dfinal), states_walk(op, pairs, v, initial)
+    walks = adjoints_walk(op, pairs, do, dfinal, keeps_first), states_walk(op, pairs, v, initial)
     (dends, dv, dfirst), (states, v_new, _) = run(walk(walks, config=config, name="jfla_backward_scans"))
     return states, v_new, dends, dv, dfirst
 
 
-def _states_and_values(initial: jax.Array, v: jax.Array) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    batch, heads, _, value_dim, key_dim = initial.shape
-    states = jax.ShapeDtypeStruct((batch, heads, v.shape[1] // CHUNK, value_dim, key_dim), BF16)
+def _states_and_values(op: Operands, v: jax.Array) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    batch, time, heads, value_dim = v.shape
+    states = jax.ShapeDtypeStruct((batch, heads, time // CHUNK, value_dim, op.k_in.shape[-1]), BF16)
     return states, jax.ShapeDtypeStruct(v.shape, BF16)
 
 
 def split_states(
-    op: Operands, pairs: Pairs, v: jax.Array, initial: jax.Array, config: WalkConfig, parts: int
+    op: Operands, pairs: Pairs, v: jax.Array, initial: jax.Array | None, config: WalkConfig, parts: int
 ) -> jax.Array:
     """S^T before each of P parts of time, [B, HV, P, V, K], from that before the first: exact, for any gate.
 
     Over a part the state goes through an affine map, S^T <- S^T R + C. C is where the part leads from no state, and R
     where it leads from the identity when its tokens write nothing; both are walked for all parts at once.
     """
-    return _chained(initial, *_maps(op, pairs, v, initial, config, parts), parts, reverse=False)
+    return _chained(initial, *_maps(op, pairs, v, config, parts), parts, reverse=False)
 
 
 def split_ends(
-    op: Operands, pairs: Pairs, v: jax.Array, do: jax.Array, ends: tuple[jax.Array, jax.Array], config: WalkConfig,
-    parts: int,
-) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    op: Operands, pairs: Pairs, v: jax.Array, do: jax.Array, ends: BothEnds, config: WalkConfig, parts: int
+) -> tuple[jax.Array, jax.Array]:
     """The same, and dS^T after each part, from that after the last: dS^T <- dS^T R^T + D in reverse."""
     initial, dfinal = ends
-    reads = arrays(op, do, _per_part(dfinal, parts), *pairs)
-    back = Walk(lambda dstate, x, _: _retreat(dstate, x, None), reads, (), reverse=True)
+    reads = arrays(op, do, None, *pairs)
+    back = Walk(lambda dstate, x, _: _retreat(dstate, x, None), reads, (), reverse=True, parts=parts)
     ((d,),) = run(walk((back,), config=config, name="jfla_split_adjoints"))
-    r, c = _maps(op, pairs, v, initial, config, parts)
+    r, c = _maps(op, pairs, v, config, parts)
     return _chained(initial, r, c, parts, reverse=False), _chained(dfinal, r.mT, d, parts, reverse=True)
 
 
-def _maps(
-    op: Operands, pairs: Pairs, v: jax.Array, initial: jax.Array, config: WalkConfig, parts: int
-) -> tuple[jax.Array, jax.Array]:
+def _maps(op: Operands, pairs: Pairs, v: jax.Array, config: WalkConfig, parts: int) -> tuple[jax.Array, jax.Array]:
     """R and C of every part, [B, HV, P, V, K] (V = K)."""
-    nothing = _per_part(initial, parts)
-    identity = jnp.broadcast_to(jnp.eye(initial.shape[-1], dtype=F32), nothing.shape)
+    batch, _, heads, dim = v.shape
+    identity = jnp.broadcast_to(jnp.eye(dim, dtype=F32), (batch, heads, parts, dim, dim))
     reads = lambda first: arrays(op, v, first, None, pairs.inverse, queries=False)
     walks = (
-        Walk(lambda state, x, _: _advance(state, x, None, writing=False), reads(identity), ()),
-        Walk(lambda state, x, _: _advance(state, x, None), reads(nothing), ()),
+        Walk(lambda state, x, _: _advance(state, x, None, writing=False), reads(identity), (), parts=parts),
+        Walk(lambda state, x, _: _advance(state, x, None), reads(None), (), parts=parts),
     )
     (r,), (c,) = run(walk(walks, config=config, name="jfla_split_states"))
     return r, c
 
 
-def _per_part(state: jax.Array, parts: int) -> jax.Array:
-    batch, heads, _, value_dim, key_dim = state.shape
-    return jnp.zeros((batch, heads, parts, value_dim, key_dim), F32)
-
-
-def _chained(state: jax.Array, r: jax.Array, c: jax.Array, parts: int, reverse: bool) -> jax.Array:
-    """The states where the parts begin: `state` [B, HV, 1, V, K] at the first, or in reverse at the last."""
-    states = [state[:, :, 0]]
+def _chained(state: jax.Array | None, r: jax.Array, c: jax.Array, parts: int, reverse: bool) -> jax.Array:
+    """The states where the parts begin: `state` [B, HV, 1, V, K], or 0, at the first, or in reverse at the last."""
+    states = [jnp.zeros_like(c[:, :, 0]) if state is None else state[:, :, 0]]
     for i in reversed(range(1, parts)) if reverse else range(parts - 1):
         states.append(jnp.matmul(states[-1], r[:, :, i], precision="highest") + c[:, :, i])
     return jnp.stack(states[::-1] if reverse else states, axis=2)

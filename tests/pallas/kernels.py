@@ -189,7 +189,8 @@ def cotangents(s: Stages) -> tuple[jax.Array, jax.Array]:
     """Of the output, [B, T, HV, V] in whole chunks with 0 on the tail, and of the last state, [B, HV, 1, V, K]."""
     first, second = jax.random.split(jax.random.key(7))
     do = jax.random.normal(first, s.arrays.v.shape, "float32").at[:, s.inputs.q.shape[1] :].set(0)
-    return rounded(do), jax.random.normal(second, s.arrays.initial.shape, "float32")
+    batch, heads, _, value_dim, key_dim = s.arrays.dims
+    return rounded(do), jax.random.normal(second, (batch, heads, 1, value_dim, key_dim), "float32")
 
 
 class Scanned(NamedTuple):

@@ -63,10 +63,11 @@ def test_preparing_beside_the_scan_gives_the_same_bits(op, monkeypatch):
     np.testing.assert_array_equal(alone.final_state, beside.final_state)
 
 
-def test_parts_of_time_walked_side_by_side_give_the_same(monkeypatch):
+@pytest.mark.parametrize("segments", [0, pytest.param(1, marks=pytest.mark.slow)])  # with segments no state is given
+def test_parts_of_time_walked_side_by_side_give_the_same(segments, monkeypatch):
     monkeypatch.setattr(_config, "scan_parts", lambda *_: 3)
     with jfla.pallas.interpret():
-        check(Call("gdn", "weak", time=300), implementation="pallas")
+        check(Call("gdn", "weak", time=300, segments=segments), implementation="pallas")
 
 
 @pytest.mark.parametrize(

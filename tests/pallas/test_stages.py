@@ -114,7 +114,8 @@ def test_output_scan(call, v_block):
     s = stages(call)
     read, pairs, op, pair = read_by_scans(s)
     with jfla.pallas.interpret():
-        output, final = run(output_scan(read, pairs, s.arrays.v, s.arrays.initial, WalkConfig(v_block)))
+        scan = output_scan(read, pairs, s.arrays.v, s.arrays.initial, WalkConfig(v_block), keeps_last=True)
+        output, final = run(scan)
 
     by_chunk = lambda a: np.moveaxis(np.asarray(a), 2, 0)
     state, outputs = np.asarray(s.initial[:, 0]), []
@@ -133,7 +134,7 @@ def test_backward_scans(call, v_block):
     do, dlast = cotangents(s)
     with jfla.pallas.interpret():
         states, v_new, dends, dv, dfirst = backward_scans(
-            read, pairs, s.arrays.v, do, (s.arrays.initial, dlast), WalkConfig(v_block)
+            read, pairs, s.arrays.v, do, (s.arrays.initial, dlast), WalkConfig(v_block), keeps_first=True
         )
     want = twin_scans(s, op, pair)
     hold(
