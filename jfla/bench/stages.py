@@ -18,7 +18,7 @@ from jfla.gradients import operands
 from jfla.pallas import _config, delta_rule
 from jfla.pallas._arrays import kernel_arrays
 from jfla.pallas._jobs import run as run_job
-from jfla.pallas.scan import output_scan
+from jfla.pallas.scan import Kept, output_scan
 from jfla.prepare import prepare_chunks
 from jfla.reference import chunked
 
@@ -53,7 +53,7 @@ def ours(case: Case) -> Program:
         carried, pairs, v, initial = x
         batch, _, heads, value_dim = v.shape
         config = _config.scan_config(carried.k_in.shape[-1], value_dim, batch * heads)
-        output, final = run_job(output_scan(carried, pairs, v, initial, config, keeps_last=True))
+        output, _, final = run_job(output_scan(carried, pairs, v, initial, config, Kept(last=True)))
         return {"output": output, "final_state": final}
 
     def restore(results: Results) -> Results:

@@ -62,3 +62,18 @@ def scan_parts(key_dim: int, value_dim: int, sequences: int, n_chunks: int) -> i
     programs = sequences * (value_dim // 64)
     parts = min(MULTIPROCESSORS // (2 * programs), n_chunks // SHORTEST_PART, MOST_PARTS)
     return parts if parts >= 3 and key_dim == value_dim else 1
+
+
+MOST_STRETCHES, SHORTEST_STRETCH, LARGE = 4, 16, 256 * 2**20  # chunks; bytes
+
+
+def stretches(op: str, key_dim: int, value_dim: int, sequences: int, n_chunks: int) -> int:
+    """Stretches of time that GDN's backward takes one after the other, so that only the states of one are in memory.
+
+    0: all at once, where the states are few, or time is split into parts that are walked side by side.
+    """
+    states = sequences * n_chunks * key_dim * value_dim * 2 * 2  # bf16, of both ends
+    if op != "gdn" or states < LARGE or scan_parts(key_dim, value_dim, sequences, n_chunks) > 1:
+        return 0
+    possible = (n for n in range(MOST_STRETCHES, 1, -1) if n_chunks % n == 0 and n_chunks // n >= SHORTEST_STRETCH)
+    return next(possible, 0)

@@ -60,6 +60,14 @@ class Arrays(NamedTuple):
     values: Any  # [B, T, HV, V]
     initial: Any  # None: the walk begins from zeros
     zero: Any  # [1], a 0 that the compiler cannot know (see Turn); where registers are few
+    window: Any = None  # Window
+
+
+class Window(NamedTuple):
+    """Only some of the chunks are walked: what is read is of all of them, what is emitted of those walked."""
+
+    first: Any  # [1] int32
+    values: Any = None  # [B, T, HV, V] of all chunks: a reference that takes the emitted values
 
 
 class Walk(NamedTuple):
@@ -67,7 +75,8 @@ class Walk(NamedTuple):
 
     `emit(i, x)` writes the chunk's part of emits[i]: x [V, C] into rows of [B, T, HV, V], or x [V, K] into a tile of
     [B, HV, N, V, K], which comes first and passes through `Tiles.state` if there is one. `keeps_last`: whether the
-    last states, of each of the `parts` of time, are wanted.
+    last states, of each of the `parts` of time, are wanted. `stops`: of so many equal stretches of time the states at
+    the start are wanted too.
     """
 
     step: Step
@@ -76,12 +85,29 @@ class Walk(NamedTuple):
     reverse: bool = False
     parts: int = 1
     keeps_last: bool = True
+    stops: int = 0
+
+    @property
+    def n_chunks(self) -> int:
+        """Those walked."""
+        time = self.arrays.values.shape[1] if self.arrays.window is None else self.emits[-1].shape[1]
+        return time // CHUNK
 
     @property
     def last_states(self) -> tuple[int, int, int, int, int]:
         """[B, HV, P, V, K], also of the first ones where there are any."""
         batch, _, heads, value_dim = self.arrays.values.shape
         return batch, heads, self.parts, value_dim, self.arrays.k_in.shape[-1]
+
+    @property
+    def results(self) -> list[jax.ShapeDtypeStruct | None]:
+        """What is emitted, unless there is a reference to take it; the states at stops; the last ones."""
+        emits: list[Any] = list(self.emits)
+        if self.arrays.window is not None and self.arrays.window.values is not None:
+            emits[-1] = None
+        batch, heads, _, *state = self.last_states
+        stops = jax.ShapeDtypeStruct((batch, heads, self.stops, *state), F32) if self.stops else None
+        return [*emits, stops, jax.ShapeDtypeStruct(self.last_states, F32) if self.keeps_last else None]
 
     @property
     def emits_states(self) -> bool:
@@ -122,7 +148,9 @@ class Program(NamedTuple):
     handover: Handover
     here: Arrays  # in device memory
     emits: list[Any]
+    stops: Any  # [B, HV, stops, V, K] or None
     last: Any  # or None
+    offset: Any  # chunks before the first that is walked
     s: Arrays  # in shared memory; values [stages, workers, C, 64]
     staging: list[Any]
     state: Any  # [workers, 64, K]: see Tiles
@@ -140,7 +168,7 @@ class Program(NamedTuple):
     @property
     def chunks(self) -> tuple[Any, Any]:
         """(first, number) of the chunks in this program's part of time."""
-        parts, n_chunks = self.walk.parts, self.walk.arrays.values.shape[1] // CHUNK
+        parts, n_chunks = self.walk.parts, self.walk.n_chunks
         per_part = -(-n_chunks // parts)
         first = self.spot.part * per_part
         return first, jnp.minimum(per_part, n_chunks - first)
@@ -148,6 +176,11 @@ class Program(NamedTuple):
     def place(self, i: Any) -> Place:
         first, length = self.chunks
         return Place(self.spot.sequence, self.spot.head, first + (length - 1 - i if self.walk.reverse else i))
+
+    def source(self, i: Any) -> Place:
+        """The same among all chunks."""
+        place = self.place(i)
+        return place._replace(chunk=place.chunk + self.offset)
 
     def columns(self, worker: Any) -> Any:
         return pl.ds(self.spot.column * self.config.v_block + worker * BLOCK, BLOCK)
@@ -175,6 +208,8 @@ class Program(NamedTuple):
 
         def step(i: Any, carry: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
             state, zero = carry
+            if self.stops is not None:
+                self.keep(i, state, worker + zero)
             return self.chunk(i, state, worker + zero), zero & i
 
         zero = jnp.int32(0) if self.here.zero is None else self.here.zero[0]
@@ -182,6 +217,15 @@ class Program(NamedTuple):
         if self.last is not None:
             self.last.at[at][...] = state
         plgpu.wait_smem_to_gmem(0)
+
+    def keep(self, i: Any, state: jax.Array, worker: Any) -> None:
+        """Writes the state down where a stretch of time begins."""
+        place, length = self.place(i), jnp.int32(self.walk.n_chunks // self.walk.stops)
+
+        @pl.when(lax.rem(place.chunk, length) == 0)
+        def _():
+            at = place.batch, place.head, lax.div(place.chunk, length), self.columns(worker)
+            self.stops.at[at][...] = state
 
     def chunk(self, i: Any, state: jax.Array, worker: Any) -> jax.Array:
         slot, columns = self.slot(i), self.columns(worker)
@@ -200,15 +244,15 @@ class Program(NamedTuple):
         plgpu.commit_smem()  # also orders this chunk's reads before the copies that reuse its slot
         plgpu.barrier_arrive(self.empty.at[slot])
         for which in emitted:
-            out, place = self.emits[which], self.place(i)
-            is_tile = len(self.walk.emits[which].shape) == 5
+            out, is_tile = self.emits[which], len(self.walk.emits[which].shape) == 5
+            place = self.place(i) if is_tile or self.walk.results[which] is not None else self.source(i)
             view = place.tile(out).at[columns] if is_tile else place.rows(out, self.heads, columns)
             plgpu.copy_smem_to_gmem(self.staging[which].at[worker], view)
         return state
 
     def issue(self, i: Any, slot: Any) -> None:
         """Starts the copies of chunk i."""
-        place, here, s = self.place(i), self.here, self.s
+        place, here, s = self.source(i), self.here, self.s
         tiles = [(here.k_in, s.k_in), (here.q_in, s.q_in), (here.k_out, s.k_out)]
         views = [(place.operand(source, self.heads), target) for source, target in tiles if source is not None]
         tiles = [(here.decay, s.decay), (here.a_qk, s.a_qk), (here.inverse, s.inverse)]
@@ -243,7 +287,7 @@ class Program(NamedTuple):
 
 
 def walk(walks: tuple[Walk, ...], *, config: WalkConfig, name: str) -> Promise:
-    """Of every walk: what was emitted, then the last states [B, HV, P, V, K] float32 or None. All are of one shape."""
+    """Of every walk its `results`, states [B, HV, P, V, K] in float32. All walks are of one shape."""
     walks = tuple(w.begun() for w in walks)
     batch, heads, parts, value_dim, key_dim = walks[0].last_states
     config = config._replace(v_block=min(config.v_block, value_dim))
@@ -251,8 +295,7 @@ def walk(walks: tuple[Walk, ...], *, config: WalkConfig, name: str) -> Promise:
     config, workers = config._replace(stages=stages), config.v_block // BLOCK
     grid = Spot(value_dim // config.v_block, parts, len(walks), heads, batch)
     sources, structure = jax.tree.flatten([w.arrays for w in walks])
-    last = lambda w: jax.ShapeDtypeStruct(w.last_states, F32) if w.keeps_last else None
-    out_types = [[*w.emits, last(w)] for w in walks]
+    out_types = [w.results for w in walks]
     outs_flat, outs_structure = jax.tree.flatten(out_types)
 
     def body(refs: list[Any], scratch: Any, program: Any, handover: Handover) -> None:
@@ -264,11 +307,13 @@ def walk(walks: tuple[Walk, ...], *, config: WalkConfig, name: str) -> Promise:
         wg, spot = lax.axis_index("wg"), _spot(grid, program)
 
         def go(i: int) -> None:
-            *emits, last = outs[i]
+            *emits, stops, last = outs[i]
+            window, offset = here[i].window, 0
+            if window is not None:
+                offset, emits = window.first[0], [window.values if x is None else x for x in emits]
             full, empty = barriers[2 * i : 2 * i + 2]
-            at_work = Program(
-                walks[i], config, spot, handover, here[i], emits, last, Arrays(*tiles), staging, state, full, empty
-            )
+            in_memory = here[i], emits, stops, last, offset
+            at_work = Program(walks[i], config, spot, handover, *in_memory, Arrays(*tiles), staging, state, full, empty)
             pl.when(wg < workers)(lambda: at_work.compute(wg if workers > 1 else jnp.int32(0)))
             pl.when(wg == workers)(at_work.load)
 
@@ -278,8 +323,8 @@ def walk(walks: tuple[Walk, ...], *, config: WalkConfig, name: str) -> Promise:
         pl.when(wg > workers)(lambda: plgpu.set_max_registers(40, action="decrease"))
 
     def barriers(w: Walk) -> tuple[Any, Any]:
-        # Everything is one copy but the initial state and zero, which are none, and the values, one for every worker.
-        copies = sum(x is not None for x in w.arrays[:-2]) - 1 + workers
+        # Everything is one copy but the last three, which are none, and the values, one for every worker.
+        copies = sum(x is not None for x in w.arrays[:-3]) - 1 + workers
         full = plgpu.Barrier(num_arrivals=copies, num_barriers=stages)
         return full, plgpu.Barrier(num_arrivals=workers, num_barriers=stages)
 

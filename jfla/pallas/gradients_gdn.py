@@ -59,6 +59,17 @@ class Sources(NamedTuple):
     ends: Ends
     factors: Any  # [B, HV, N, 4, C]
     known: Any  # [B, HV, N, 1 or 3, C]
+    first: Any  # [1] int32 or None: see Within
+
+
+class Within(NamedTuple):
+    """Only of a stretch of time: from the chunk first[0] on there are states, dS and v_new of as many as there are.
+
+    Everything else is of all chunks, and so is `out`, references for the results.
+    """
+
+    first: jax.Array
+    out: Gradients
 
 
 class Tiles(NamedTuple):
@@ -105,9 +116,16 @@ class Chunk(NamedTuple):
     barriers: Barriers
 
     @property
-    def place(self) -> Place:
+    def near(self) -> Place:
+        """Of what the scans left of a stretch."""
         place = self.turn.place
         return place._replace(head=lax.div(place.head, jnp.int32(self.shape.parts)))
+
+    @property
+    def place(self) -> Place:
+        """Of everything else."""
+        first = 0 if self.source.first is None else self.source.first[0]
+        return self.near._replace(chunk=self.turn.place.chunk + first)
 
     @property
     def part(self) -> Any:
@@ -161,12 +179,16 @@ class Chunk(NamedTuple):
     def fetch_block(self, n: int, slot: Any) -> None:
         rows, ends = pl.ds(n * BLOCK, BLOCK), self.source.ends
         views = [
-            (self.place.rows(source, self.shape.heads, rows), self.s.values.at[slot, which])
-            for which, source in ((DO, ends.do), (DV, ends.dv), (V_NEW, ends.v_new))
+            (place.rows(source, self.shape.heads, rows), self.s.values.at[slot, which])
+            for which, place, source in (
+                (DO, self.place, ends.do),
+                (DV, self.place, ends.dv),
+                (V_NEW, self.near, ends.v_new),
+            )
         ]
         for which, source in ((STATE, ends.states), (DSTATE, ends.dends)):
             for b in range(self.shape.blocks):
-                views.append((self.place.tile(source).at[rows, self.columns(b)], self.s.ends.at[slot, which, b]))
+                views.append((self.near.tile(source).at[rows, self.columns(b)], self.s.ends.at[slot, which, b]))
         for source, target in views:
             plgpu.copy_gmem_to_smem(source, target, self.barriers.full.at[slot])
 
@@ -267,7 +289,7 @@ def write_tokens(c: Chunk, out: Gradients) -> None:
     vectors = lambda i: [plgpu.load(c.s.meeting.at[i, b], layout=COLS) for b in range(c.shape.blocks)]
     up_to, after, whole = (per_column(functools.reduce(jnp.add, vectors(i)), CHUNK) for i in range(3))
     meeting = jnp.where(index(1) >= index(0), up_to, after) + whole * c.s.factors[WHOLE, 0]
-    c.turn.place.tile(out.dg)[...] = jnp.sum(meeting, axis=1)
+    c.place._replace(head=c.turn.place.head).tile(out.dg)[...] = jnp.sum(meeting, axis=1)
 
     @pl.when(c.part == 0)
     def _():
@@ -289,16 +311,45 @@ def compute(c: Chunk, out: Gradients) -> None:
     plgpu.barrier_arrive(c.barriers.done)
 
 
+def results(dims: tuple[int, int, int, int], n_chunks: int, options: KeyOptions, dtype: Any) -> Gradients:
+    """Shapes for `dims` (B, T, HV, K). dq, dk: in `dtype`, or float32 where parts of K are left to normalise.
+
+    dg [B, HV * parts of K, N, C], see `whole`.
+    """
+    batch, _, heads, key_dim = dims
+    parts, of = _parts(key_dim), jax.ShapeDtypeStruct
+    per_head = of(dims, F32 if parts > 1 and options.qk_norm else dtype)
+    by_token = lambda heads: of((batch, heads, n_chunks, CHUNK), F32)
+    return Gradients(per_head, per_head, by_token(heads * parts), by_token(heads))
+
+
+def whole(grads: Gradients) -> Gradients:
+    """With dg summed over parts of K."""
+    batch, heads, n_chunks, _ = grads.written.shape
+    return grads._replace(dg=jnp.sum(grads.dg.reshape(batch, heads, -1, n_chunks, CHUNK), axis=2))
+
+
+def _parts(key_dim: int) -> int:
+    return max(key_dim // PART, 1)
+
+
 def gradients_gdn(
-    op: Operands, known: jax.Array, ends: Ends, options: KeyOptions, programs: int, out_dtype: Any
+    op: Operands,
+    known: jax.Array,
+    ends: Ends,
+    options: KeyOptions,
+    programs: int,
+    out_dtype: Any,
+    within: Within | None = None,
 ) -> Gradients:
-    """`op`, `known`: prepare_gdn's. dq and dk in `out_dtype`, or in float32 where parts of K are left to normalise."""
+    """`op`, `known`: prepare_gdn's. The results are the references of `within`, where there is one."""
     batch, heads, n_chunks, value_dim, key_dim = ends.states.shape
-    blocks, parts = min(key_dim, PART) // BLOCK, max(key_dim // PART, 1)
+    blocks, parts = min(key_dim, PART) // BLOCK, _parts(key_dim)
     stages, tiles = _buffers(blocks, known.shape[3])
     shape = Shape(heads, blocks, parts, value_dim // BLOCK, stages, options)
     work = Work(batch, heads * parts, n_chunks, workers=1, programs=programs)
-    sources, structure = jax.tree.flatten(Sources(op.q_in, op.k_in, ends, op.decay, known))
+    first = None if within is None else within.first
+    sources, structure = jax.tree.flatten(Sources(op.q_in, op.k_in, ends, op.decay, known, first))
 
     def kernel(*refs: Any) -> None:
         *arrays, zero, dq, dk, dg, written, (tiles, *barriers) = refs
@@ -323,13 +374,11 @@ def gradients_gdn(
             )
             plgpu.barrier_wait(here.done)
 
-    of = jax.ShapeDtypeStruct
-    per_head = of((*ends.v_new.shape[:3], key_dim), F32 if parts > 1 and options.qk_norm else out_dtype)
-    by_token = lambda heads: of((batch, heads, n_chunks, CHUNK), F32)
-    dq, dk, dg, written = launch(
+    shapes = results((*ends.v_new.shape[:3], key_dim), n_chunks, options, out_dtype)
+    out = launch(
         kernel,
-        (*sources, jnp.zeros(1, jnp.int32)),
-        out_type=(per_head, per_head, by_token(heads * parts), by_token(heads)),
+        (*sources, jnp.zeros(1, jnp.int32), *(within.out if within else ())),
+        out_type=() if within else tuple(shapes),
         grid={"program": work.used},
         warpgroups=COMPUTING + 1,
         buffers=tiles,
@@ -342,7 +391,7 @@ def gradients_gdn(
         ),
         name="jfla_gradients_gdn",
     )
-    return Gradients(dq, dk, jnp.sum(dg.reshape(batch, heads, parts, n_chunks, CHUNK), axis=2), written)
+    return within.out if within else Gradients(*out)
 
 
 def _buffers(blocks: int, known: int) -> tuple[int, Tiles]:

@@ -10,7 +10,7 @@ Everything is transposed, [V, C] and [V, K]: see _walk.py.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,16 @@ from jfla._types import CHUNK
 from jfla.pallas._jobs import Promise, run
 from jfla.pallas._operands import K_IN, K_OUT, Q_IN, Operands, Pairs, times
 from jfla.pallas._tile import BF16, F32, dots, dots_while, load, transposed, zeros
-from jfla.pallas._walk import Emit, Tiles, Walk, WalkConfig, arrays, walk
+from jfla.pallas._walk import Emit, Tiles, Walk, WalkConfig, Window, arrays, walk
+
+
+class Stretch(NamedTuple):
+    """Some chunks of a sequence: from the chunk first[0] on; their dv goes to the reference to that of all chunks."""
+
+    first: jax.Array
+    n_chunks: int
+    dv: Any
+
 
 BothEnds = tuple[jax.Array | None, jax.Array | None]  # the states before time, the cotangents after it; None is 0
 
@@ -43,12 +52,20 @@ def _left(state: jax.Array, x: Tiles, emit: Emit | None = None) -> tuple[Any, Ca
     return x.state, lambda: None
 
 
-def output_scan(
-    op: Operands, pairs: Pairs, v: jax.Array, initial: jax.Array | None, config: WalkConfig, *, keeps_last: bool
-) -> Promise:
-    """o [B, T, HV, V] and the states after each part of time, transposed, [B, HV, P, V, K], if they are kept.
+class Kept(NamedTuple):
+    """The states that a scan leaves in memory: the last ones; those at the start of so many stretches of time."""
 
-    Here as everywhere `initial` is what each part begins from, [B, HV, P, V, K], or None: one part, from zeros.
+    last: bool
+    stops: int = 0
+
+
+def output_scan(
+    op: Operands, pairs: Pairs, v: jax.Array, initial: jax.Array | None, config: WalkConfig, kept: Kept
+) -> Promise:
+    """o [B, T, HV, V]; states at stops, [B, HV, stops, V, K]; and after each part of time, [B, HV, P, V, K].
+
+    Here as everywhere `initial` is what each part begins from, [B, HV, P, V, K], or None: one part, from zeros. States
+    are transposed.
     """
 
     def step(state: jax.Array, x: Tiles, emit: Emit) -> jax.Array:
@@ -68,7 +85,7 @@ def output_scan(
         return state
 
     reads, emits = arrays(op, v, initial, *pairs), (jax.ShapeDtypeStruct(v.shape, BF16),)
-    alone = Walk(step, reads, emits, parts=_parts(initial), keeps_last=keeps_last)
+    alone = Walk(step, reads, emits, parts=_parts(initial), keeps_last=kept.last, stops=kept.stops)
     promise = walk((alone,), config=config, name="jfla_output_scan")
     return promise._replace(value=tuple(promise.value[0]))
 
@@ -77,9 +94,13 @@ def _parts(initial: jax.Array | None) -> int:
     return 1 if initial is None else initial.shape[2]
 
 
-def states_walk(op: Operands, pairs: Pairs, v: jax.Array, initial: jax.Array | None) -> Walk:
+def states_walk(
+    op: Operands, pairs: Pairs, v: jax.Array, initial: jax.Array | None, stretch: Stretch | None = None
+) -> Walk:
     """S^T at each chunk's start [B, HV, N, V, K] and v_new [B, T, HV, V]: what the backward reads of the forward."""
-    reads, emits = arrays(op, v, initial, None, pairs.inverse, queries=False), _states_and_values(op, v)
+    reads, emits = arrays(op, v, initial, None, pairs.inverse, queries=False), _states_and_values(op, v, stretch)
+    if stretch is not None:
+        reads = reads._replace(window=Window(stretch.first))
     advance = lambda state, x, emit: _advance(state, x, emit)
     return Walk(advance, reads, emits, parts=_parts(initial), keeps_last=False)
 
@@ -103,9 +124,18 @@ def _advance(state: jax.Array, x: Tiles, emit: Emit | None, writing: bool = True
     return dots((state, (times(v_new, k_out).astype(BF16), x.k_out)))[0]
 
 
-def adjoints_walk(op: Operands, pairs: Pairs, do: jax.Array, dfinal: jax.Array | None, keeps_first: bool) -> Walk:
+def adjoints_walk(
+    op: Operands,
+    pairs: Pairs,
+    do: jax.Array,
+    dfinal: jax.Array | None,
+    keeps_first: bool,
+    stretch: Stretch | None = None,
+) -> Walk:
     """dS^T at each chunk's end [B, HV, N, V, K], dv [B, T, HV, V], and dS^T before the first chunk [B, HV, P, V, K]."""
-    reads, emits = arrays(op, do, dfinal, *pairs), _states_and_values(op, do)
+    reads, emits = arrays(op, do, dfinal, *pairs), _states_and_values(op, do, stretch)
+    if stretch is not None:
+        reads = reads._replace(window=Window(stretch.first, stretch.dv))
     retreat = lambda dstate, x, emit: _retreat(dstate, x, emit)
     return Walk(retreat, reads, emits, reverse=True, parts=_parts(dfinal), keeps_last=keeps_first)
 
@@ -130,19 +160,31 @@ def _retreat(dstate: jax.Array, x: Tiles, emit: Emit | None) -> jax.Array:
 
 
 def backward_scans(
-    op: Operands, pairs: Pairs, v: jax.Array, do: jax.Array, ends: BothEnds, config: WalkConfig, *, keeps_first: bool
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    """States and v_new, dS and dv, and dS before the first chunk, if it is kept."""
+    op: Operands,
+    pairs: Pairs,
+    v: jax.Array,
+    do: jax.Array,
+    ends: BothEnds,
+    config: WalkConfig,
+    *,
+    keeps_first: bool,
+    stretch: Stretch | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
+    """States and v_new, dS and dv (None if it went to a stretch's), and dS before the first chunk, if it is kept."""
     initial, dfinal = ends
-    walks = adjoints_walk(op, pairs, do, dfinal, keeps_first), states_walk(op, pairs, v, initial)
-    (dends, dv, dfirst), (states, v_new, _) = run(walk(walks, config=config, name="jfla_backward_scans"))
+    back = adjoints_walk(op, pairs, do, dfinal, keeps_first, stretch)
+    walks = back, states_walk(op, pairs, v, initial, stretch)
+    (dends, dv, _, dfirst), (states, v_new, *_) = run(walk(walks, config=config, name="jfla_backward_scans"))
     return states, v_new, dends, dv, dfirst
 
 
-def _states_and_values(op: Operands, v: jax.Array) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+def _states_and_values(
+    op: Operands, v: jax.Array, stretch: Stretch | None
+) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
     batch, time, heads, value_dim = v.shape
-    states = jax.ShapeDtypeStruct((batch, heads, time // CHUNK, value_dim, op.k_in.shape[-1]), BF16)
-    return states, jax.ShapeDtypeStruct(v.shape, BF16)
+    n_chunks = time // CHUNK if stretch is None else stretch.n_chunks
+    states = jax.ShapeDtypeStruct((batch, heads, n_chunks, value_dim, op.k_in.shape[-1]), BF16)
+    return states, jax.ShapeDtypeStruct((batch, n_chunks * CHUNK, heads, value_dim), BF16)
 
 
 def split_states(
@@ -163,7 +205,7 @@ def split_ends(
     initial, dfinal = ends
     reads = arrays(op, do, None, *pairs)
     back = Walk(lambda dstate, x, _: _retreat(dstate, x, None), reads, (), reverse=True, parts=parts)
-    ((d,),) = run(walk((back,), config=config, name="jfla_split_adjoints"))
+    ((_, d),) = run(walk((back,), config=config, name="jfla_split_adjoints"))
     r, c = _maps(op, pairs, v, config, parts)
     return _chained(initial, r, c, parts, reverse=False), _chained(dfinal, r.mT, d, parts, reverse=True)
 
@@ -177,7 +219,7 @@ def _maps(op: Operands, pairs: Pairs, v: jax.Array, config: WalkConfig, parts: i
         Walk(lambda state, x, _: _advance(state, x, None, writing=False), reads(identity), (), parts=parts),
         Walk(lambda state, x, _: _advance(state, x, None), reads(None), (), parts=parts),
     )
-    (r,), (c,) = run(walk(walks, config=config, name="jfla_split_states"))
+    (_, r), (_, c) = run(walk(walks, config=config, name="jfla_split_states"))
     return r, c
 
 

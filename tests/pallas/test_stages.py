@@ -21,7 +21,7 @@ from jfla.pallas._jobs import run
 from jfla.pallas._operands import Operands, Pairs
 from jfla.pallas._patterns import FAST_RANGE, NEAR_STEPS
 from jfla.pallas._walk import WalkConfig
-from jfla.pallas.scan import backward_scans, output_scan
+from jfla.pallas.scan import Kept, backward_scans, output_scan
 from jfla.reference import chunked
 from pallas.kernels import (
     Call,
@@ -114,8 +114,8 @@ def test_output_scan(call, v_block):
     s = stages(call)
     read, pairs, op, pair = read_by_scans(s)
     with jfla.pallas.interpret():
-        scan = output_scan(read, pairs, s.arrays.v, s.arrays.initial, WalkConfig(v_block), keeps_last=True)
-        output, final = run(scan)
+        scan = output_scan(read, pairs, s.arrays.v, s.arrays.initial, WalkConfig(v_block), Kept(last=True))
+        output, _, final = run(scan)
 
     by_chunk = lambda a: np.moveaxis(np.asarray(a), 2, 0)
     state, outputs = np.asarray(s.initial[:, 0]), []
