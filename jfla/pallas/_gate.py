@@ -28,10 +28,12 @@ def gate_kind(gate: Gate | None) -> GateKind:
     return GateKind("sigmoid", gate.lower_bound) if isinstance(gate, SigmoidGate) else GateKind("softplus")
 
 
-def split_gate(gate: Gate | None, heads: int, gate_dim: int) -> tuple[jax.Array, jax.Array]:
+def split_gate(gate: Gate | None, heads: int, gate_dim: int) -> tuple[jax.Array | None, jax.Array | None]:
     """(rates [HV, 2], dt_bias [HV, G]): a_log and exp(a_log), capped where the decay is 0 anyway."""
-    a_log = jnp.zeros(heads, F32) if gate is None or gate.a_log is None else gate.a_log.astype(F32)
-    bias = jnp.zeros((heads, gate_dim), F32) if gate is None or gate.dt_bias is None else gate.dt_bias.astype(F32)
+    if gate is None:
+        return None, None
+    a_log = jnp.zeros(heads, F32) if gate.a_log is None else gate.a_log.astype(F32)
+    bias = jnp.zeros((heads, gate_dim), F32) if gate.dt_bias is None else gate.dt_bias.astype(F32)
     return jnp.stack([a_log, jnp.exp(jnp.minimum(a_log, 60.0))], axis=-1), bias.reshape(heads, gate_dim)
 
 

@@ -20,13 +20,13 @@ Q, K = range(2)
 
 
 class KeyArrays(NamedTuple):
-    """What the kernels of a chunk read. `rates` [HV, 2] and `bias` [HV, K] belong to the gate, `resets` to packing."""
+    """What the kernels of a chunk read. `rates` and `bias` belong to the gate, if there is one, `resets` to packing."""
 
     q: Any  # [B, T, H, K]
     k: Any
     g: Any  # [B, T, HV, K], raw when there is a gate
-    rates: Any
-    bias: Any
+    rates: Any  # [HV, 2] or None
+    bias: Any  # [HV, K] or None
     resets: Any  # [B, T] or None
 
 
@@ -115,7 +115,8 @@ class Keys(NamedTuple):
         """log2 decay of a block, as a float16 tile keeps it. bias: the block's [64] in shared memory; resets [C]."""
         kind, head = self.options.kind, self.place.head
         shift = None if bias is None else per_column(plgpu.load(bias, layout=COLS), CHUNK)
-        g = log2_decay(kind, raw.astype(F32), (arrays.rates[head, 0], arrays.rates[head, 1]), shift)
+        rate = None if self.options.given else (arrays.rates[head, 0], arrays.rates[head, 1])
+        g = log2_decay(kind, raw.astype(F32), rate, shift)
         if not self.options.given and self.options.time % CHUNK:
             g = jnp.where(index(0) + self.place.chunk * CHUNK < self.options.time, g, zeros(CHUNK, BLOCK))
         if resets is not None:

@@ -211,17 +211,15 @@ def prepare_kda(x: KeyArrays, beta: jax.Array | None, heads: int, options: KeyOp
     batch, padded, _, key_dim = x.q.shape
     n_chunks, blocks = padded // CHUNK, key_dim // BLOCK
     work = Work(batch, heads, n_chunks, workers=1, programs=programs)
-    packed, with_pairs = x.resets is not None, beta is not None
-    sources = [x.q, x.k, x.g, x.rates, x.bias, _patterns.stack(F16, *START), _patterns.stack(F16, *STRONG)]
-    sources += [jnp.zeros(1, jnp.int32), *(a for a in (beta, x.resets) if a is not None)]
+    with_pairs = beta is not None
+    start, strong = (_patterns.stack(F16, *patterns) for patterns in (START, STRONG))
+    sources, structure = jax.tree.flatten(PrepareArrays(x, beta, start, strong))
 
     def body(refs: list[Any], scratch: Any, program: Any, handover: Handover) -> None:
-        q_g, k_g, g_g, rates_g, bias_g, starts_g, strong_g, zero_g, *rest = refs
-        beta_g = rest.pop(0) if with_pairs else None
-        resets_g = rest.pop(0) if packed else None
+        arrays: PrepareArrays = structure.unflatten(refs[: len(sources)])
+        zero_g, *rest = refs[len(sources) :]
         out, pairs = Operands(*rest[:4]), Pairs(*rest[4:]) if with_pairs else None
         buffers, *barriers = scratch
-        arrays = PrepareArrays(KeyArrays(q_g, k_g, g_g, rates_g, bias_g, resets_g), beta_g, starts_g, strong_g)
         s, at, me = Tiles(*buffers), Barriers(*barriers), lax.axis_index("wg")
 
         def team(turn: Turn) -> Team:
@@ -244,7 +242,7 @@ def prepare_kda(x: KeyArrays, beta: jax.Array | None, heads: int, options: KeyOp
             @pl.when(me == 0)
             def _():
                 for i in range(len(START)):
-                    plgpu.copy_gmem_to_smem(starts_g.at[i], s.starts.at[i], at.started)
+                    plgpu.copy_gmem_to_smem(arrays.starts.at[i], s.starts.at[i], at.started)
 
             plgpu.barrier_wait(at.started)
             work.each_chunk(lambda turn: share_chunk(team(turn), out, pairs), program, 0, zero_g)
@@ -275,7 +273,7 @@ def prepare_kda(x: KeyArrays, beta: jax.Array | None, heads: int, options: KeyOp
     pairs = Pairs(square(), square()) if with_pairs else None
     job = Job(
         "jfla_prepare_kda",
-        tuple(sources),
+        (*sources, jnp.zeros(1, jnp.int32)),
         (*out, *(pairs or ())),
         programs=work.used,
         warpgroups=3 if with_pairs else 2,
