@@ -10,7 +10,7 @@ DECODE_TOKENS = 8  # of one call: its programs keep all of them in shared memory
 
 
 def prepare_gdn_config(key_dim: int, programs: int) -> prepare_gdn.PrepareConfig:
-    return prepare_gdn.PrepareConfig(workers=3 if key_dim <= 128 else 2, programs=programs)
+    return prepare_gdn.PrepareConfig(workers={64: 4, 128: 3, 256: 2}[key_dim], programs=programs)
 
 
 def v_blocks(key_dim: int, value_dim: int) -> tuple[int, int]:
@@ -64,16 +64,16 @@ def scan_parts(key_dim: int, value_dim: int, sequences: int, n_chunks: int) -> i
     return parts if parts >= 3 and key_dim == value_dim else 1
 
 
-MOST_STRETCHES, SHORTEST_STRETCH, LARGE = 4, 16, 256 * 2**20  # chunks; bytes
+STRETCHES, SHORTEST_STRETCH, LARGE = 4, 32, 256 * 2**20  # chunks; bytes
 
 
 def stretches(op: str, key_dim: int, value_dim: int, sequences: int, n_chunks: int) -> int:
     """Stretches of time that GDN's backward takes one after the other, so that only the states of one are in memory.
 
-    0: all at once, where the states are few, or time is split into parts that are walked side by side.
+    0: all at once, where the states are few, or stretches would be short, each of which fills the GPU anew, or time is
+    split into parts that are walked side by side; or with K = 256, for which the scans have no register left.
     """
     states = sequences * n_chunks * key_dim * value_dim * 2 * 2  # bf16, of both ends
-    if op != "gdn" or states < LARGE or scan_parts(key_dim, value_dim, sequences, n_chunks) > 1:
+    if op != "gdn" or states < LARGE or n_chunks % STRETCHES or n_chunks < STRETCHES * SHORTEST_STRETCH:
         return 0
-    possible = (n for n in range(MOST_STRETCHES, 1, -1) if n_chunks % n == 0 and n_chunks // n >= SHORTEST_STRETCH)
-    return next(possible, 0)
+    return STRETCHES if key_dim <= 128 and scan_parts(key_dim, value_dim, sequences, n_chunks) == 1 else 0

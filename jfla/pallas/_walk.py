@@ -64,9 +64,12 @@ class Arrays(NamedTuple):
 
 
 class Window(NamedTuple):
-    """Only some of the chunks are walked: what is read is of all of them, what is emitted of those walked."""
+    """Only some of the chunks are walked: what is read is of all of them, what is emitted of those walked.
 
-    first: Any  # [1] int32
+    `initial` may hold a state for every such window, side by side; or it is a reference that takes the last state too.
+    """
+
+    later: Any  # [1] int32: windows that follow in time
     values: Any = None  # [B, T, HV, V] of all chunks: a reference that takes the emitted values
 
 
@@ -101,13 +104,14 @@ class Walk(NamedTuple):
 
     @property
     def results(self) -> list[jax.ShapeDtypeStruct | None]:
-        """What is emitted, unless there is a reference to take it; the states at stops; the last ones."""
-        emits: list[Any] = list(self.emits)
-        if self.arrays.window is not None and self.arrays.window.values is not None:
+        """What is emitted, the states at stops, the last ones; None where a window's references take them."""
+        emits, window = list[Any](self.emits), self.arrays.window
+        if window is not None and window.values is not None:
             emits[-1] = None
         batch, heads, _, *state = self.last_states
         stops = jax.ShapeDtypeStruct((batch, heads, self.stops, *state), F32) if self.stops else None
-        return [*emits, stops, jax.ShapeDtypeStruct(self.last_states, F32) if self.keeps_last else None]
+        last = jax.ShapeDtypeStruct(self.last_states, F32) if self.keeps_last and window is None else None
+        return [*emits, stops, last]
 
     @property
     def emits_states(self) -> bool:
@@ -120,9 +124,7 @@ class Walk(NamedTuple):
         return self._replace(arrays=self.arrays._replace(initial=jnp.zeros(self.last_states, F32)))
 
 
-def arrays(
-    op: Operands, values: jax.Array, initial: jax.Array | None, a_qk: Any, inverse: Any, queries: bool = True
-) -> Arrays:
+def arrays(op: Operands, values: jax.Array, initial: Any, a_qk: Any, inverse: Any, queries: bool = True) -> Arrays:
     """`initial` [B, HV, P, V, K] float32, one for each of P parts of time. `queries`: whether the steps use q."""
     k_out = None if len(op.decay.shape) == 5 else op.k_out
     zero = jnp.zeros(1, jnp.int32) if op.k_in.shape[-1] > MOST_IN_REGISTERS else None
@@ -199,12 +201,10 @@ class Program(NamedTuple):
     def compute(self, worker: Any) -> None:
         """What a compute warpgroup does."""
         plgpu.set_max_registers(232 if self.state is None else 248, action="increase")
-        place = self.place(0)
-        at = (place.batch, place.head, self.spot.part, self.columns(worker))
         if self.here.initial is None:
             state = zeros(BLOCK, self.walk.last_states[-1])
         else:
-            state = plgpu.load(self.here.initial.at[at], layout=WGMMA, optimized=False)
+            state = plgpu.load(self.here.initial.at[self.state_at(worker)], layout=WGMMA, optimized=False)
 
         def step(i: Any, carry: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
             state, zero = carry
@@ -215,8 +215,15 @@ class Program(NamedTuple):
         zero = jnp.int32(0) if self.here.zero is None else self.here.zero[0]
         state, _ = lax.fori_loop(0, self.chunks[1], step, (state, zero))
         if self.last is not None:
-            self.last.at[at][...] = state
+            self.last.at[self.state_at(worker)][...] = state
         plgpu.wait_smem_to_gmem(0)
+
+    def state_at(self, worker: Any) -> tuple[Any, ...]:
+        """Where this program's first and last states lie."""
+        spot, part = self.spot, self.spot.part
+        if self.here.window is not None:
+            part = lax.rem(lax.div(self.offset, jnp.int32(self.walk.n_chunks)), jnp.int32(self.here.initial.shape[2]))
+        return spot.sequence, spot.head, part, self.columns(worker)
 
     def keep(self, i: Any, state: jax.Array, worker: Any) -> None:
         """Writes the state down where a stretch of time begins."""
@@ -310,7 +317,9 @@ def walk(walks: tuple[Walk, ...], *, config: WalkConfig, name: str) -> Promise:
             *emits, stops, last = outs[i]
             window, offset = here[i].window, 0
             if window is not None:
-                offset, emits = window.first[0], [window.values if x is None else x for x in emits]
+                offset = walks[i].arrays.values.shape[1] // CHUNK - (window.later[0] + 1) * walks[i].n_chunks
+                emits = [window.values if x is None else x for x in emits]
+                last = here[i].initial if walks[i].keeps_last else None
             full, empty = barriers[2 * i : 2 * i + 2]
             in_memory = here[i], emits, stops, last, offset
             at_work = Program(walks[i], config, spot, handover, *in_memory, Arrays(*tiles), staging, state, full, empty)

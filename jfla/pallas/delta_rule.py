@@ -150,16 +150,14 @@ def in_stretches(
         grads, dv, d_state = refs
 
         def stretch(i: Array, nothing: None) -> None:
-            number = count - 1 - i
-            first = jnp.full(1, number * length, jnp.int32)
-            both = lax.dynamic_slice_in_dim(stops, number, 1, axis=2), d_state[...]
+            later = jnp.reshape(i, 1)
             with jax.named_scope("jfla_backward_scans"):
-                states, v_new, dends, _, d_state[...] = backward_scans(
-                    op, pairs, x.v, do, both, config, keeps_first=True, stretch=Stretch(first, length, dv)
+                states, v_new, dends, *_ = backward_scans(
+                    op, pairs, x.v, do, (stops, d_state), config, keeps_first=True, stretch=Stretch(later, length, dv)
                 )
             with jax.named_scope("jfla_chunk_gradients"):
                 ends = Ends(states, dends, v_new, do, dv)
-                gradients_gdn(op, known, ends, options, programs, dtype, Within(first, grads))
+                gradients_gdn(op, known, ends, options, programs, dtype, Within(later, grads))
 
         lax.fori_loop(0, count, stretch, None)
 

@@ -59,16 +59,16 @@ class Sources(NamedTuple):
     ends: Ends
     factors: Any  # [B, HV, N, 4, C]
     known: Any  # [B, HV, N, 1 or 3, C]
-    first: Any  # [1] int32 or None: see Within
+    later: Any  # [1] int32 or None: see Within
 
 
 class Within(NamedTuple):
-    """Only of a stretch of time: from the chunk first[0] on there are states, dS and v_new of as many as there are.
+    """Only of a stretch of time: there are states, dS and v_new of its chunks, and `later` [1] such stretches follow.
 
     Everything else is of all chunks, and so is `out`, references for the results.
     """
 
-    first: jax.Array
+    later: jax.Array
     out: Gradients
 
 
@@ -124,8 +124,10 @@ class Chunk(NamedTuple):
     @property
     def place(self) -> Place:
         """Of everything else."""
-        first = 0 if self.source.first is None else self.source.first[0]
-        return self.near._replace(chunk=self.turn.place.chunk + first)
+        if self.source.later is None:
+            return self.near
+        all_chunks, here = self.source.factors.shape[2], self.source.ends.states.shape[2]
+        return self.near._replace(chunk=self.turn.place.chunk + all_chunks - (self.source.later[0] + 1) * here)
 
     @property
     def part(self) -> Any:
@@ -348,8 +350,8 @@ def gradients_gdn(
     stages, tiles = _buffers(blocks, known.shape[3])
     shape = Shape(heads, blocks, parts, value_dim // BLOCK, stages, options)
     work = Work(batch, heads * parts, n_chunks, workers=1, programs=programs)
-    first = None if within is None else within.first
-    sources, structure = jax.tree.flatten(Sources(op.q_in, op.k_in, ends, op.decay, known, first))
+    later = None if within is None else within.later
+    sources, structure = jax.tree.flatten(Sources(op.q_in, op.k_in, ends, op.decay, known, later))
 
     def kernel(*refs: Any) -> None:
         *arrays, zero, dq, dk, dg, written, (tiles, *barriers) = refs

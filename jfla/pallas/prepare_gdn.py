@@ -120,12 +120,11 @@ def write_pairs(w: Worker, pairs: Pairs) -> None:
         return x * pair_decay(w.known.at[BEFORE], keys.scale(which))
 
     # What is stored takes the place of what the dots have read.
-    lower, a_tile, inverse = dots(K), keys.q.at[w.at(0)], keys.k.at[w.at(0)]
-    a_qk = jnp.where(w.lower(1), dots(Q), zeros(CHUNK, CHUNK)).astype(BF16)
-    a_tile[...] = a_qk
+    a_qk, inverse = keys.q.at[w.at(0)], keys.k.at[w.at(0)]
+    a_qk[...] = jnp.where(w.lower(1), dots(Q), zeros(CHUNK, CHUNK)).astype(BF16)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(a_tile, place.tile(pairs.a_qk))
-    write_lower(lower, w.roots, w.tile, w.zero)
+    plgpu.copy_smem_to_gmem(a_qk, place.tile(pairs.a_qk))
+    write_lower(dots(K), w.roots, w.tile, w.zero)
     write_inverse(Inverse(w.tile, w.work, w.zero, w.masks), w.roots, inverse)
     plgpu.copy_smem_to_gmem(inverse, place.tile(pairs.inverse))
 

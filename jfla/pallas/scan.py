@@ -24,14 +24,18 @@ from jfla.pallas._walk import Emit, Tiles, Walk, WalkConfig, Window, arrays, wal
 
 
 class Stretch(NamedTuple):
-    """Some chunks of a sequence: from the chunk first[0] on; their dv goes to the reference to that of all chunks."""
+    """`n_chunks` of a sequence, which `later` [1] such stretches follow to its end.
 
-    first: jax.Array
+    The states before time are then those before every stretch, [B, HV, stretches, V, K], the cotangent after it a
+    reference, which takes the one before; and `dv` is a reference to that of all chunks.
+    """
+
+    later: jax.Array
     n_chunks: int
     dv: Any
 
 
-BothEnds = tuple[jax.Array | None, jax.Array | None]  # the states before time, the cotangents after it; None is 0
+BothEnds = tuple[Any, Any]  # the states before time, the cotangents after it, or a reference to them; None is 0
 
 
 def _values(x: Tiles) -> tuple[jax.Array, jax.Array | None]:
@@ -90,7 +94,7 @@ def output_scan(
     return promise._replace(value=tuple(promise.value[0]))
 
 
-def _parts(initial: jax.Array | None) -> int:
+def _parts(initial: Any) -> int:
     return 1 if initial is None else initial.shape[2]
 
 
@@ -100,9 +104,9 @@ def states_walk(
     """S^T at each chunk's start [B, HV, N, V, K] and v_new [B, T, HV, V]: what the backward reads of the forward."""
     reads, emits = arrays(op, v, initial, None, pairs.inverse, queries=False), _states_and_values(op, v, stretch)
     if stretch is not None:
-        reads = reads._replace(window=Window(stretch.first))
+        reads = reads._replace(window=Window(stretch.later))
     advance = lambda state, x, emit: _advance(state, x, emit)
-    return Walk(advance, reads, emits, parts=_parts(initial), keeps_last=False)
+    return Walk(advance, reads, emits, parts=_parts(initial) if stretch is None else 1, keeps_last=False)
 
 
 def _advance(state: jax.Array, x: Tiles, emit: Emit | None, writing: bool = True) -> jax.Array:
@@ -128,14 +132,14 @@ def adjoints_walk(
     op: Operands,
     pairs: Pairs,
     do: jax.Array,
-    dfinal: jax.Array | None,
+    dfinal: Any,
     keeps_first: bool,
     stretch: Stretch | None = None,
 ) -> Walk:
     """dS^T at each chunk's end [B, HV, N, V, K], dv [B, T, HV, V], and dS^T before the first chunk [B, HV, P, V, K]."""
     reads, emits = arrays(op, do, dfinal, *pairs), _states_and_values(op, do, stretch)
     if stretch is not None:
-        reads = reads._replace(window=Window(stretch.first, stretch.dv))
+        reads = reads._replace(window=Window(stretch.later, stretch.dv))
     retreat = lambda dstate, x, emit: _retreat(dstate, x, emit)
     return Walk(retreat, reads, emits, reverse=True, parts=_parts(dfinal), keeps_last=keeps_first)
 
@@ -170,7 +174,7 @@ def backward_scans(
     keeps_first: bool,
     stretch: Stretch | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
-    """States and v_new, dS and dv (None if it went to a stretch's), and dS before the first chunk, if it is kept."""
+    """States and v_new, dS and dv, and dS before the first chunk, if it is kept; None for a stretch's references."""
     initial, dfinal = ends
     back = adjoints_walk(op, pairs, do, dfinal, keeps_first, stretch)
     walks = back, states_walk(op, pairs, v, initial, stretch)

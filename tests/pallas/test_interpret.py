@@ -78,6 +78,29 @@ def test_time_is_split_where_most_of_the_gpu_would_be_idle(heads, time, parts):
     assert _config.scan_parts(128, 128, heads, time // 64) == parts
 
 
+@pytest.mark.parametrize("segments", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_stretches_of_time_one_after_the_other_give_the_same(segments, monkeypatch):
+    monkeypatch.setattr(_config, "stretches", lambda *_: 2)
+    with jfla.pallas.interpret():
+        check(Call("gdn", "weak", time=250, group=1, segments=segments), implementation="pallas")
+
+
+@pytest.mark.parametrize(
+    ("op", "key_dim", "heads", "time", "stretches"),
+    [
+        ("gdn", 128, 32, 8192, 4),
+        ("gdn", 128, 32, 65536, 4),
+        ("kda", 128, 32, 8192, 0),
+        ("gdn", 256, 32, 8192, 0),
+        ("gdn", 128, 16, 8192, 0),  # few states
+        ("gdn", 128, 256, 4096, 0),  # short stretches
+        ("gdn", 128, 32, 8256, 0),
+    ],
+)
+def test_stretches_are_for_many_states(op, key_dim, heads, time, stretches):
+    assert _config.stretches(op, key_dim, 128, heads, time // 64) == stretches
+
+
 @pytest.mark.parametrize("factor", [0.5, 1e3])
 def test_causal_to_the_bit(factor):
     """Also where a later token's gate is so strong that its rows, and only they, take the exact form."""
