@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 import jfla
-from pallas.kernels import Call, check, inputs
+from jfla.pallas import _config
+from pallas.kernels import Call, check, inputs, results
 
 CALLS = [
     Call(op, gates, batch=2, time=time, key_dim=key_dim, value_dim=value_dim)
@@ -39,3 +40,16 @@ def test_the_same_bits_twice(op):
     run = jax.jit(lambda x: getattr(jfla, f"chunk_{op}")(**x, **rest, implementation="pallas"))
     first, second = (jax.tree.map(np.asarray, run(arrays)) for _ in range(2))
     jax.tree.map(np.testing.assert_array_equal, first, second)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("segments", [0, 20])
+def test_stretches_of_time_one_after_the_other_give_the_bits_of_the_whole(segments, monkeypatch):
+    call = Call("gdn", "raw", batch=2, time=2048, heads=8, key_dim=128, value_dim=128, segments=segments)
+    arrays, rest = inputs(call)
+    found = []
+    for stretches in (0, 4):
+        monkeypatch.setattr(_config, "stretches", lambda *_, n=stretches: n)
+        jax.clear_caches()
+        found.append(results(lambda *a, **k: jfla.chunk_gdn(*a, **k, implementation="pallas"), arrays, rest))
+    jax.tree.map(np.testing.assert_array_equal, *(jax.tree.map(np.asarray, x) for x in found))
