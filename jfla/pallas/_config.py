@@ -10,7 +10,7 @@ DECODE_TOKENS = 8  # of one call: its programs keep all of them in shared memory
 
 
 def prepare_gdn_config(key_dim: int, programs: int) -> prepare_gdn.PrepareConfig:
-    return prepare_gdn.PrepareConfig(workers={64: 4, 128: 3, 256: 2}[key_dim], programs=programs)
+    return prepare_gdn.PrepareConfig(workers=4 if key_dim <= 128 else 2, programs=programs)
 
 
 def v_blocks(key_dim: int, value_dim: int) -> tuple[int, int]:
@@ -26,7 +26,7 @@ def scan_config(key_dim: int, value_dim: int, sequences: int) -> WalkConfig:
 
 # Microseconds, measured with K = V = 128: of one multiprocessor for preparing a chunk, alone or beside a scan; of a
 # scan for a chunk.
-_PREPARE_US = {"kda": (5.6, 7.2), "gdn": (3.5, 3.2)}
+_PREPARE_US = {"kda": (5.6, 7.2), "gdn": (2.8, 2.6)}
 _SCAN_US = {64: 1.25, 128: 1.7}
 
 

@@ -16,6 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jfla._types import CHUNK
 from jfla.pallas._jobs import Handover, Job, Promise
 from jfla.pallas._keys import BLOCK, K, KeyOptions, Keys, Q
+from jfla.pallas._launch import interpreting
 from jfla.pallas._operands import Operands, Pairs
 from jfla.pallas._tile import (
     BF16,
@@ -129,6 +130,24 @@ def write_pairs(w: Worker, pairs: Pairs) -> None:
     plgpu.copy_smem_to_gmem(inverse, place.tile(pairs.inverse))
 
 
+def _key_buffers(workers: int, blocks: int) -> Any:
+    """For every worker the tiles of q or k, and as many float16 ones, of which `_views` takes one.
+
+    With more than one block they share their memory: what is inverted comes when the dots have read q and k. The race
+    detector of interpret mode takes all workers' tiles for one, so there they are apart.
+    """
+    tiles = [tile_buffer(workers, blocks, CHUNK, BLOCK, dtype=dtype) for dtype in (BF16, F16)]
+    return plgpu.RefUnion(*tiles) if blocks > 1 and not interpreting() else tuple(tiles)
+
+
+def _views(tiles: Any, blocks: int, worker: Any, zero: Any) -> tuple[Any, Any]:
+    """A worker's tiles of q or k; and one of float16, in the place of the last, or beside it where it is alone."""
+    if tiles is None:
+        return None, None
+    rows, float16 = tiles
+    return rows.at[worker], float16.at[worker, zero + blocks - 1]
+
+
 def prepare_gdn(q: jax.Array, k: jax.Array, tokens: jax.Array, options: KeyOptions, config: PrepareConfig) -> Promise:
     """Operands: factors of every row of q and k. The Pairs of every chunk, or None.
 
@@ -145,13 +164,15 @@ def prepare_gdn(q: jax.Array, k: jax.Array, tokens: jax.Array, options: KeyOptio
         q_g, k_g, tokens_g, *rest = refs
         masks_g: Any = rest.pop(0) if with_pairs else None
         zero_g, factors_o, known_o, *pair_o = rest
-        (masks_s, *buffers), loaded, started = scratch
+        (masks_s, *both, norms, tokens_b, known_b, roots_b, factors_b), loaded, started = scratch
+        vectors = norms, tokens_b, known_b, roots_b, factors_b
         wg = lax.axis_index("wg")
 
         def chunk(turn: Turn) -> None:
             place = turn.place
-            mine = [None if buffer is None else buffer.at[wg + turn.zero] for buffer in buffers]
-            q_s, k_s, norms_s, tile_s, work_s, tokens_s, known_s, roots_s, factors_s = mine
+            here = wg + turn.zero
+            (q_s, tile_s), (k_s, work_s) = (_views(tiles, blocks, here, turn.zero) for tiles in both)
+            norms_s, tokens_s, known_s, roots_s, factors_s = (None if x is None else x.at[here] for x in vectors)
             keys = Keys(options, place, heads, blocks, q_s, k_s, norms_s)
             w = Worker(keys, tile_s, work_s, tokens_s, known_s, roots_s, masks_s, factors_s, loaded.at[wg], turn.zero)
             load_chunk(w, q_g, k_g, tokens_g)
@@ -182,7 +203,6 @@ def prepare_gdn(q: jax.Array, k: jax.Array, tokens: jax.Array, options: KeyOptio
     shape = jax.ShapeDtypeStruct
     lead = (batch, heads, n_chunks)
     square = lambda: shape((*lead, CHUNK, CHUNK), BF16)
-    tiles = lambda *shape, dtype=BF16: tile_buffer(config.workers, *shape, CHUNK, BLOCK, dtype=dtype)
     vector = lambda *shape: plgpu.SMEM((config.workers, *shape, CHUNK), F32)
     sources = (q, k, tokens, squares() if with_pairs else None, jnp.zeros(1, jnp.int32))
     decay, known = shape((*lead, 4, CHUNK), F32), shape((*lead, n_known, CHUNK), F32)
@@ -195,11 +215,9 @@ def prepare_gdn(q: jax.Array, k: jax.Array, tokens: jax.Array, options: KeyOptio
         warpgroups=config.workers,
         buffers=(
             tile_buffer(1 + SQUARES, CHUNK, BLOCK, dtype=F16) if with_pairs else None,
-            tiles(blocks) if with_keys else None,
-            tiles(blocks) if with_keys else None,
+            _key_buffers(config.workers, blocks) if with_keys else None,
+            _key_buffers(config.workers, blocks) if with_keys else None,
             vector(2, 1),
-            tiles(dtype=F16) if with_pairs else None,
-            tiles(dtype=F16) if with_pairs else None,
             vector(scalars),
             vector(n_known),
             vector(2) if with_pairs else None,
