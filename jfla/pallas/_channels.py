@@ -26,11 +26,14 @@ def meet_states(c: Chunk, values: Any, first: int) -> jax.Array:
 
 def through_the_chunk(c: Chunk) -> list[Any]:
     """S dS, element by element, in two tiles of scratch: summed over v, what every decay of the chunk gets."""
-    tiles = [c.state(n) for n in c.values()]
-    for n, tile in enumerate(tiles):
+
+    @pl.loop(0, c.value_blocks)
+    def _(n: Any) -> None:
+        tile = c.state(n)
         tile[...] = (load(tile).astype(F32) * c.state(2 + n)[...].astype(F32)).astype(BF16)
+
     plgpu.commit_smem()
-    return tiles
+    return [c.state(n) for n in c.values()]
 
 
 def channels(c: Chunk) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -98,11 +101,15 @@ def strong_pairs(
     def step(i: Any, end: Any, grads: tuple[jax.Array, jax.Array, jax.Array]):
         dq, dk, dg = grads
         c = chunk._replace(zero=chunk.zero * i).anew(8)
-        q, k, k_back, e, w_q, w_k = (c.scratch(n) for n in range(6))
-        inside, here = i == FIRST_PAIRS, pairs_of(i - FIRST_PAIRS)
-        for which, tile in enumerate((w_q, w_k)):
-            plgpu.commit_smem()  # one at a time, else the compiler has both masks in registers
-            tile[...] = jnp.where(here, c.s.weights[c.at(which)], zeros(CHUNK, CHUNK).astype(BF16))
+        q, k, k_back, e, w_q, w_k = (c.scratch(n) for n in range(6))  # w_q and w_k where dS was, from tile 2 on
+        inside = i == FIRST_PAIRS
+
+        @pl.loop(0, 2)
+        def _weights(which: Any) -> None:
+            here = pairs_of(i - FIRST_PAIRS)
+            c.state(2 + which)[...] = jnp.where(here, c.s.weights[which], zeros(CHUNK, CHUNK).astype(BF16))
+
+        plgpu.commit_smem()
 
         exponents = c.sums.sums(c.s.g.at[c.me])
         beyond = lax.cond(inside, lambda: ~in_range(c, exponents), lambda: jnp.bool_(False))
