@@ -26,11 +26,14 @@ def meet_states(c: Chunk, values: Any, first: int) -> jax.Array:
 
 def through_the_chunk(c: Chunk) -> list[Any]:
     """S dS, element by element, in two tiles of scratch: summed over v, what every decay of the chunk gets."""
-    tiles = [c.state(n) for n in c.values()]
-    for n, tile in enumerate(tiles):
-        tile[...] = (load(tile).astype(F32) * load(c.state(2 + n)).astype(F32)).astype(BF16)
+
+    @pl.loop(0, c.value_blocks)
+    def _(n: Any) -> None:
+        tile = c.state(n)
+        tile[...] = (load(tile).astype(F32) * c.state(2 + n)[...].astype(F32)).astype(BF16)
+
     plgpu.commit_smem()
-    return tiles
+    return [c.state(n) for n in c.values()]
 
 
 def channels(c: Chunk) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -61,7 +64,7 @@ def channels(c: Chunk) -> tuple[jax.Array, jax.Array, jax.Array]:
         dq, dk = dot(dq, (w_q, k_back)), dot(-dk, (w_k, k_back))
         back = dot(zeros(CHUNK, BLOCK), (transposed(w_q), q_in), (transposed(w_k), k_in))
         # With the rounded factors that the matmuls saw, what a pair gives to both its tokens cancels before it.
-        z = load(q_in).astype(F32) * dq + load(k_in).astype(F32) * dk - load(k_back).astype(F32) * back
+        z = q_in[...].astype(F32) * dq + k_in[...].astype(F32) * dk - k_back[...].astype(F32) * back
         return jnp.exp2(before) * dq, jnp.exp2(before) * dk + jnp.exp2(-before) * back, z
 
     def states_alone(dq: jax.Array, dk: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -98,11 +101,15 @@ def strong_pairs(
     def step(i: Any, end: Any, grads: tuple[jax.Array, jax.Array, jax.Array]):
         dq, dk, dg = grads
         c = chunk._replace(zero=chunk.zero * i).anew(8)
-        q, k, k_back, e, w_q, w_k = (c.scratch(n) for n in range(6))
-        inside, here = i == FIRST_PAIRS, pairs_of(i - FIRST_PAIRS)
-        for which, tile in enumerate((w_q, w_k)):
-            plgpu.commit_smem()  # one at a time, else the compiler has both masks in registers
-            tile[...] = jnp.where(here, load(c.s.weights.at[c.at(which)]), zeros(CHUNK, CHUNK).astype(BF16))
+        q, k, k_back, e, w_q, w_k = (c.scratch(n) for n in range(6))  # w_q and w_k where dS was, from tile 2 on
+        inside = i == FIRST_PAIRS
+
+        @pl.loop(0, 2)
+        def _weights(which: Any) -> None:
+            here = pairs_of(i - FIRST_PAIRS)
+            c.state(2 + which)[...] = jnp.where(here, c.s.weights[which], zeros(CHUNK, CHUNK).astype(BF16))
+
+        plgpu.commit_smem()
 
         exponents = c.sums.sums(c.s.g.at[c.me])
         beyond = lax.cond(inside, lambda: ~in_range(c, exponents), lambda: jnp.bool_(False))
@@ -117,7 +124,7 @@ def strong_pairs(
         plgpu.commit_smem()
 
         # From memory: the exponents, or what comes of them, would be registers too many. Rounded, like the operands.
-        on = lambda: load(e).astype(F32)
+        on = lambda: e[...].astype(F32)
 
         def off() -> jax.Array:
             """What k_back decays by: on, or 1 / on inside blocks."""
@@ -127,11 +134,11 @@ def strong_pairs(
         # Each result is added before the next matmul; the compiler would keep all three to the end.
         none, sign = zeros(CHUNK, BLOCK), jnp.where(inside, -1.0, 1.0)
         dx = dot(none, (transposed(w_k), k), (transposed(w_q), q))
-        dk, z = settled((dk + off() * dx, sign * load(k_back).astype(F32) * dx))
+        dk, z = settled((dk + off() * dx, sign * k_back[...].astype(F32) * dx))
         dx = dot(none, (w_q, k_back))
-        dq, z = settled((dq + on() * dx, z + load(q).astype(F32) * dx))
+        dq, z = settled((dq + on() * dx, z + q[...].astype(F32) * dx))
         dx = dot(none, (w_k, k_back))
-        dk, z = settled((dk + on() * dx, z + load(k).astype(F32) * dx))
+        dk, z = settled((dk + on() * dx, z + k[...].astype(F32) * dx))
         return i + 1, end, (dq, dk, c.spread(dg, i, end, c.split(z)))
 
     @pl.when(end > FIRST_PAIRS)

@@ -13,7 +13,7 @@ from jfla.gates import NORM_EPSILON
 from jfla.pallas._gate import GateKind, log2_decay, with_resets
 from jfla.pallas._operands import Place
 from jfla.pallas._patterns import GATE_SCALE
-from jfla.pallas._tile import COLS, F16, F32, ROWS, WGMMA, index, load, per_column, per_row, zeros
+from jfla.pallas._tile import F16, F32, ROWS, WGMMA, index, per_column, per_row, zeros
 
 BLOCK = 64  # key channels per tile
 Q, K = range(2)
@@ -81,7 +81,7 @@ class Keys(NamedTuple):
             total = zeros(CHUNK, BLOCK)
             for n in range(0, blocks, step):
                 if arrays is None or n < self.blocks:
-                    y = load(tiles.at[b ^ n])
+                    y = tiles[b ^ n]
                 else:
                     y = plgpu.load(self.view(arrays[which], b ^ n), layout=WGMMA, optimized=False)
                 total += y.astype(F32) * y.astype(F32)
@@ -97,11 +97,12 @@ class Keys(NamedTuple):
 
     def unit(self, which: int, b: Any) -> jax.Array:
         """[C, 64] float32 of q or k: normalised under qk_norm."""
-        return self._normalised(which, load((self.q, self.k)[which].at[b]))
+        return self._normalised(which, (self.q, self.k)[which][b])
 
     def read(self, which: int, b: Any) -> jax.Array:
         """[C, 64] float32, as the recurrence reads it: q is scaled."""
-        return self.unit(which, b) * self.scale(which)
+        x = self.unit(which, b)
+        return x * self.scale(which) if which == Q else x
 
     def _normalised(self, which: int, y: jax.Array) -> jax.Array:
         y = y.astype(F32)
@@ -114,11 +115,11 @@ class Keys(NamedTuple):
     def gate(self, raw: jax.Array, arrays: KeyArrays, bias: Any, resets: Any) -> jax.Array:
         """log2 decay of a block, as a float16 tile keeps it. bias: the block's [64] in shared memory; resets [C]."""
         kind, head = self.options.kind, self.place.head
-        shift = None if bias is None else per_column(plgpu.load(bias, layout=COLS), CHUNK)
+        shift = None if bias is None else per_column(bias[...], CHUNK)
         rate = None if self.options.given else (arrays.rates[head, 0], arrays.rates[head, 1])
         g = log2_decay(kind, raw.astype(F32), rate, shift)
         if not self.options.given and self.options.time % CHUNK:
             g = jnp.where(index(0) + self.place.chunk * CHUNK < self.options.time, g, zeros(CHUNK, BLOCK))
         if resets is not None:
-            g = with_resets(g, plgpu.load(resets, layout=ROWS))
+            g = with_resets(g, resets[...])
         return (g * GATE_SCALE).astype(F16)

@@ -14,7 +14,7 @@ import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfla._types import CHUNK
-from jfla.pallas._tile import F16, apart, dot, transposed, zeros
+from jfla.pallas._tile import F16, apart, dot, index, transposed, zeros
 
 # g is kept as float16 times this, and the ones as 1 / this: a decay loses 2^-12 of itself, or 2^-33 where that is more.
 GATE_SCALE = 256.0
@@ -47,10 +47,11 @@ PAIRS = (within(NEAR), *map(stretch, reversed(range(LEVELS))))
 NEAR_STEPS = 1 + LEVELS - NEAR
 
 
-def pairs_of(step: Any) -> jax.Array:
+def pairs_of(step: Any, mirrored: bool = True) -> jax.Array:
     """[C, C]: the pairs that a step of PAIRS is about, and their mirror image; behind the last step, the diagonal."""
-    level = jnp.where(step == 0, NEAR, jnp.maximum(LEVELS - step, 0))
-    return apart(level) == jnp.where((step == 0) | (step > LEVELS), 0, 1)
+    level, row, column = jnp.where(step == 0, NEAR, jnp.maximum(LEVELS - step, 0)), index(0), index(1)
+    here = apart(level, row, column) == jnp.where((step == 0) | (step > LEVELS), 0, 1)
+    return here if mirrored else here & (column <= row)
 
 
 def stack(dtype: Any, *patterns: np.ndarray) -> jax.Array:

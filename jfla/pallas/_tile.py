@@ -29,6 +29,10 @@ def tile_buffer(*shape: int, dtype: Any = BF16) -> Any:
 
 
 def load(ref: Any) -> jax.Array:
+    """Where the value meets one whose layout is known, `ref[...]` takes on that one, and compiles sooner.
+
+    Every layout that is asked for is one that layout inference tries out, and goes through all that is open each time.
+    """
     return plgpu.load(ref, layout=WGMMA)
 
 
@@ -42,11 +46,12 @@ def index(axis: int, rows: int = CHUNK, columns: int = CHUNK) -> jax.Array:
     Broadcast from one line: as an array of two dimensions every element's number would be kept in a register.
     """
     if axis == 0:
-        return per_row(plgpu.broadcasted_iota(jnp.int32, (rows,), 0, layout=ROWS), columns)
-    return per_column(plgpu.broadcasted_iota(jnp.int32, (columns,), 0, layout=COLS), rows)
+        return per_row(lax.iota(jnp.int32, rows), columns)
+    return per_column(lax.iota(jnp.int32, columns), rows)
 
 
 def per_row(x: jax.Array, columns: int) -> jax.Array:
+    """What x is made of needs no layout of its own: it follows from this one; so in `per_column`."""
     return plgpu.layout_cast(lax.broadcast_in_dim(x, (x.shape[0], columns), [0]), WGMMA)
 
 
@@ -119,13 +124,12 @@ def shift(x: jax.Array, bits: Any) -> jax.Array:
     return lax.shift_right_logical(x, jnp.broadcast_to(jnp.int32(bits), x.shape))
 
 
-def apart(level: Any, zero: Any = 0) -> jax.Array:
+def apart(level: Any, row: jax.Array, column: jax.Array) -> jax.Array:
     """0 for two tokens of one block of 2^level, 1 for tokens of the two halves of a block of 2 * 2^level, else more.
 
-    Shifted one by one: in a loop over levels the exclusive or of the two indices would be kept in 32 registers. So
-    would be the indices, from one use to the next, without a `zero` that the compiler does not know.
+    Shifted one by one: in a loop over levels the exclusive or of the two indices would be kept in 32 registers.
     """
-    return shift(index(0) + zero, level) ^ shift(index(1) + zero, level)
+    return shift(row, level) ^ shift(column, level)
 
 
 SQUARES = 6  # levels of doubling: blocks of 1, 2, 4 .. 32
@@ -158,10 +162,12 @@ class Inverse(NamedTuple):
     masks: Any = None
 
     def square(self, level: Any) -> jax.Array:
-        n = plgpu.load(self.lower, layout=WGMMA)
+        n = self.lower[...]
         if self.masks is not None:
             return n * plgpu.load(self.masks.at[level + 1 + self.zero], layout=WGMMA)
-        return jnp.where(apart(level, self.zero * level) == 1, n, zeros(CHUNK, CHUNK).astype(F16))
+        # Without a zero that the compiler does not know the indices would stay in registers from one use to the next.
+        here = apart(level, *(index(axis) + self.zero * level for axis in range(2))) == 1
+        return jnp.where(here, n, zeros(CHUNK, CHUNK).astype(F16))
 
     def diagonal(self) -> jax.Array:
         if self.masks is not None:
@@ -196,10 +202,7 @@ def around(x: jax.Array, roots: Any, zero: Any, inverse: bool = False) -> jax.Ar
     (I + diag(beta) L)^-1 diag(beta) = t (I + s L t)^-1 s: a small beta makes small neither rows nor columns alone, and
     what belongs to it keeps its digits in float16.
     """
-    rows, columns = (
-        plgpu.load(roots.at[zero + inverse], layout=ROWS),
-        plgpu.load(roots.at[zero + 1 - inverse], layout=COLS),
-    )
+    rows, columns = roots[zero + inverse], roots[zero + 1 - inverse]
     # The barriers keep layout inference from searching through every pair of layouts of one buffer.
     x = x * lax.optimization_barrier(per_row(rows, CHUNK))
     return x * lax.optimization_barrier(per_column(columns, CHUNK))

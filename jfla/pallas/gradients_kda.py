@@ -28,7 +28,6 @@ from jfla.pallas._launch import launch
 from jfla.pallas._operands import Place
 from jfla.pallas._tile import (
     BF16,
-    COLS,
     F16,
     F32,
     ROWS,
@@ -47,38 +46,31 @@ def weigh(c: Chunk) -> None:
 
     Both are strictly lower; the diagonal of W_q goes to `own`.
     """
-    pairs = lambda rows: dot(zeros(CHUNK, CHUNK), *[(rows.at[n], transposed(c.s.v_new.at[n])) for n in c.values()])
-    tile = c.s.weights.at[c.me]
-    lower = lambda w: jnp.where(index(1) < index(0), w, zeros(CHUNK, CHUNK))
-    diagonal = lambda w: jnp.sum(jnp.where(index(0) == index(1), w, zeros(CHUNK, CHUNK)), axis=1)
 
-    @pl.when(c.me == 0)
-    def _queries():
-        w = pairs(c.s.do)
-        c.s.own[...] = diagonal(w)
-        tile[...] = lower(w).astype(BF16)
+    def pairs(values: Any, diagonal: Any, sign: int) -> None:
+        none, row, column = zeros(CHUNK, CHUNK), index(0), index(1)
+        w = dot(none, *[(values.at[n], transposed(c.s.v_new.at[n])) for n in c.values()])
+        diagonal[...] = jnp.sum(jnp.where(row == column, w, none), axis=1)
+        c.s.weights.at[c.me][...] = jnp.where(column < row, sign * w, none).astype(BF16)
 
-    @pl.when(c.me == 1)
-    def _keys():
-        w = pairs(c.s.dv)
-        c.s.written[...] = diagonal(w)
-        tile[...] = lower(-w).astype(BF16)
+    pl.when(c.me == 0)(lambda: pairs(c.s.do, c.s.own, 1))
+    pl.when(c.me == 1)(lambda: pairs(c.s.dv, c.s.written, -1))
 
 
 def finish(c: Chunk, out: Gradients, grads: tuple[jax.Array, jax.Array, jax.Array]) -> None:
     """What a token gives to itself; the cotangents of what the caller passed as q and k; the stores."""
     dq, dk, dg = grads
-    own = per_row(plgpu.load(c.s.own, layout=ROWS), BLOCK)
+    own = per_row(c.s.own[...], BLOCK)
     dq, dk = dq + own * c.keys.read(K, c.me), dk + own * c.keys.read(Q, c.me)
     view = lambda ref: c.keys.view(ref, c.me)
-    view(out.dg)[...] = dg + per_column(plgpu.load(c.s.whole.at[c.me], layout=COLS), CHUNK)
+    view(out.dg)[...] = dg + per_column(c.s.whole[c.me], CHUNK)
     for which, dx in ((Q, dq), (K, dk)):
         dx = dx * c.keys.scale(which)
         if c.keys.options.qk_norm and c.all_channels:
             # x = y / |y|, so dy = (dx - x (x . dx)) / |y|, and x . dx takes all channels.
             c.s.along.at[which, c.me][...] = jnp.sum(c.keys.unit(which, c.me) * dx, axis=1)
             c.meet_channels()
-            along: Any = sum(plgpu.load(c.s.along.at[which, b], layout=ROWS) for b in range(c.keys.blocks))
+            along: Any = sum(c.s.along[which, b] for b in range(c.keys.blocks))
             dx = dx - c.keys.unit(which, c.me) * per_row(along, BLOCK)
             dx = dx * per_row(c.keys.factor(which), BLOCK)
         target = view((out.dq, out.dk)[which])

@@ -30,7 +30,6 @@ from jfla.pallas._tile import (
     COLS,
     F16,
     F32,
-    ROWS,
     Inverse,
     dot,
     index,
@@ -82,7 +81,7 @@ def too_strong(t: Team, lowest: Any) -> Any:
 
 def strong_rows(t: Team, lowest: Any) -> jax.Array:
     """[C, C]: the rows for which they are."""
-    lowest = [plgpu.load(x, layout=ROWS) for x in t.all(lowest)]
+    lowest = [x[...] for x in t.all(lowest)]
     return per_row(lowest[0] if len(lowest) == 1 else jnp.minimum(*lowest), CHUNK) <= -FAST_RANGE
 
 
@@ -113,7 +112,7 @@ def inside_blocks(t: Team, x: jax.Array) -> jax.Array:
     t.meet()
     pl.when(t.me == 1)(lambda: t.fetch_pattern(1))
     new = t.products(t.s.decayed.at[2 * t.me], t.columns)
-    here = pairs_of(0) & (index(1) <= index(0)) & strong_rows(t, t.s.lowest)
+    here = pairs_of(0, mirrored=False) & strong_rows(t, t.s.lowest)
     t.meet()
     return jnp.where(here, new, x)
 
@@ -135,7 +134,7 @@ def halve(t: Team, i: Any, steps: Any, x: jax.Array) -> jax.Array:
     t.meet()
     pl.when((t.me == 1) & (i + 1 < steps))(lambda: t.fetch_pattern(i + 1))
     new = t.products(t.s.decayed.at[t.me], t.columns)
-    here = pairs_of(i) & (index(1) <= index(0)) & strong_rows(t, t.s.lowest)
+    here = pairs_of(i, mirrored=False) & strong_rows(t, t.s.lowest)
     here = here & ((i < NEAR_STEPS) | strong_rows(t, t.s.near))
     t.meet()
     return jnp.where(here, new, x)
