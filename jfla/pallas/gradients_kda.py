@@ -188,7 +188,8 @@ def _with_parts_as_heads(x: KeyArrays, ends: Ends, parts: int) -> tuple[KeyArray
     """Every part of V is a value head of its own; of the states' copies `Chunk.state_source` takes care."""
     if parts == 1:
         return x, ends
-    x = x._replace(rates=jnp.repeat(x.rates, parts, 0), bias=jnp.repeat(x.bias, parts, 0))
+    repeat = lambda a: None if a is None else jnp.repeat(a, parts, 0)
+    x = x._replace(rates=repeat(x.rates), bias=repeat(x.bias))
     batch, time, heads, _ = ends.v_new.shape
     v_new, do, dv = (a.reshape(batch, time, heads * parts, -1) for a in (ends.v_new, ends.do, ends.dv))
     return x, ends._replace(v_new=v_new, do=do, dv=dv)
