@@ -111,7 +111,7 @@ print("implementation=None takes", '"pallas", the Hopper kernels' if reason is N
 MEASURE_HERE = False
 PLAN = runner.Plan(sets=("quick",), passes=("forward", "backward"), seconds=90)
 
-files = sorted(results.FOLDER.glob("*.json"), key=lambda path: results.read(path).date)
+files = sorted(results.FOLDER.glob("*.json"), key=lambda path: (results.read(path).date, path))
 for path in files:
     record = results.read(path)
     print(f"{path.name}: {record.device}, {record.date}, {len(record.rows)} rows")

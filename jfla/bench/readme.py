@@ -1,9 +1,9 @@
-"""The README's block between its markers and the plot in it: made of the newest results of a GPU, and checked."""
+"""The README's block between its markers and the plot in it: made of measured results, and checked."""
 
 import dataclasses
 import hashlib
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from jfla.bench.report import number, percent, refusals
 from jfla.bench.results import FOLDER, Results, Row, newest, read
@@ -16,21 +16,41 @@ NOTHING = "There are no results of a GPU in this repository yet."
 
 
 def block(results: pathlib.Path | None, root: pathlib.Path = README.parent) -> str:
-    """What belongs between the markers: made of one file of results and of nothing else.
+    """What belongs between the markers: made of a file of results, and of earlier ones beside it for what it lacks.
 
     `root` is the folder of the README, from where its links go.
     """
     if results is None:
         return NOTHING
-    record = read(results)
-    parts = [_caption(record, results.relative_to(root).as_posix()), f"![Time]({_plot(results).relative_to(root)})"]
-    for gate in dict.fromkeys(row.gate for row in record.rows):
+    record, link = read(results), lambda path: path.relative_to(root).as_posix()
+    parts = [_caption(record, link(results)), f"![Time]({link(_plot(results))})", *_tables(record.rows)]
+    for path, earlier, rows in _lacking(results, record):
+        caption = (
+            f"Measured earlier and not again, {earlier.date}, commit {earlier.commit}: [{link(path)}]({link(path)})."
+        )
+        parts += [caption, *tables] if (tables := _tables(rows)) else []
+    return "\n\n".join(parts)
+
+
+def _tables(rows: list[Row]) -> list[str]:
+    parts = []
+    for gate in dict.fromkeys(row.gate for row in rows):
         for op in OPS:
-            rows = [row for row in record.rows if (row.op, row.gate) == (op, gate)]
-            main = _training(rows, _names(MAIN_SET))
-            for heading, table in (("", main), (": one token, and stages alone", _others(rows))):
+            some = [row for row in rows if (row.op, row.gate) == (op, gate)]
+            main = _training(some, _names(MAIN_SET))
+            for heading, table in (("", main), (": one token, and stages alone", _others(some))):
                 parts += [f"**{op.upper()}**, {gate} gates{heading}\n\n{table}"] if table else []
-    return "\n\n".join(parts + [text for name in FOLDED_SETS for text in _folded(record.rows, name)])
+    return parts + [text for name in FOLDED_SETS for text in _folded(rows, name)]
+
+
+def _lacking(results: pathlib.Path, record: Results) -> Iterator[tuple[pathlib.Path, Results, list[Row]]]:
+    """The earlier results of the same device, the latest first, each with the rows that no later one has."""
+    found = {row.key for row in record.rows}
+    files = [(read(path), path) for path in results.parent.glob("*.json") if path != results]
+    for earlier, path in sorted(files, key=lambda x: (x[0].date, x[1]), reverse=True):
+        if earlier.device == record.device and (earlier.date, path) < (record.date, results):
+            yield path, earlier, [row for row in earlier.rows if row.key not in found]
+            found |= {row.key for row in earlier.rows}
 
 
 def _folded(rows: list[Row], name: str) -> list[str]:

@@ -24,9 +24,9 @@ def scan_config(key_dim: int, value_dim: int, sequences: int) -> WalkConfig:
     return WalkConfig(v_blocks(key_dim, value_dim)[0 if split else 1])
 
 
-# Microseconds, measured with K = V = 128: of one multiprocessor for preparing a chunk, alone or beside a scan; of a
-# scan for a chunk.
-_PREPARE_US = {"kda": (5.6, 7.2), "gdn": (2.8, 2.6)}
+# Microseconds, measured with K = V = 128: of a warpgroup (GDN) or program (KDA) for preparing a chunk, alone or beside
+# a scan; of a scan for a chunk.
+_PREPARE_US = {"kda": (5.6, 7.2), "gdn": (11.0, 10.8)}
 _SCAN_US = {64: 1.25, 128: 1.7}
 
 
@@ -34,17 +34,19 @@ def beside_config(op: str, key_dim: int, value_dim: int, sequences: int, n_chunk
     """How the forward scans, and how many programs prepare beside the scan; 0: all is prepared before.
 
     Beside pays while the scan leaves many multiprocessors idle, unless time is split into parts or all chunks are
-    prepared in one go anyway.
+    prepared in one go anyway. The scan then ends a round of preparing after the last round.
     """
     config, total = scan_config(key_dim, value_dim, sequences), sequences * n_chunks
     if scan_parts(key_dim, value_dim, sequences, n_chunks) > 1 or total <= MULTIPROCESSORS:
         return config, 0
+    workers = prepare_gdn_config(key_dim, 1).workers if op == "gdn" else 1
+    rounds = lambda programs: -(-total // (programs * workers))
     alone_us, beside_us = _PREPARE_US[op]
-    choices = [(total * alone_us / MULTIPROCESSORS + n_chunks * _SCAN_US[config.v_block], config, 0)]
+    choices = [(rounds(MULTIPROCESSORS) * alone_us + n_chunks * _SCAN_US[config.v_block], config, 0)]
     for v_block in set(v_blocks(key_dim, value_dim)):
-        spare = MULTIPROCESSORS - sequences * (value_dim // v_block)
+        spare, scan_us = MULTIPROCESSORS - sequences * (value_dim // v_block), n_chunks * _SCAN_US[v_block]
         if spare > 0:
-            longest = max(total * beside_us / spare, n_chunks * _SCAN_US[v_block])
+            longest = max(rounds(spare) * beside_us + scan_us / rounds(spare), scan_us)
             choices.append((longest, WalkConfig(v_block), spare))
     return min(choices)[1:]
 

@@ -1,5 +1,6 @@
 """Tables, plot and the README's block: what they show of given results, and that ours are of the newest results."""
 
+import dataclasses
 import pathlib
 
 import pytest
@@ -74,6 +75,25 @@ def test_other_sets_are_folded_away(record: Results, tmp_path: pathlib.Path):
     assert '<summary>The set "packed": <code>jfla bench --set packed</code></summary>' in folded
     assert "| B1 T16384 H32 D128 skewed S20 | pallas | 0.625 |" in folded
     assert "jax 9.9, FLA_CACHE_MODE full." in shown
+
+
+def test_what_was_not_measured_again_is_shown_with_the_commit_it_was_measured_at(
+    record: Results, tmp_path: pathlib.Path
+):
+    again = dataclasses.replace(record, rows=list(record.rows), commit="new")
+    record.rows.append(
+        results.timed_row(Case("gdn", "forward", Shape(1, 8192, 32)), "pallas", _timing(0.625), CEILINGS)
+    )
+    record.commit = "old"
+    record.write(tmp_path / "day-before.json")
+    again.write(tmp_path / "day.json")
+    now, earlier = readme.block(tmp_path / "day.json", tmp_path).split("Measured earlier and not again")
+    assert "commit new" in now
+    assert "GDN" not in now
+    assert "commit old: [day-before.json](day-before.json)" in earlier
+    assert "| B1 T8192 H32 D128 | pallas | 0.625 |" in earlier
+    assert "KDA" not in earlier
+    assert "earlier" not in readme.block(tmp_path / "day-before.json", tmp_path)
 
 
 def test_a_readme_that_was_written_agrees_until_something_changes(record: Results, tmp_path: pathlib.Path):

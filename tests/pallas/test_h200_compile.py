@@ -125,9 +125,9 @@ def test_kernels_compile_as_written_down(op, dims, raw, batch, capfd, monkeypatc
     """No kernel spills more than `h200_report.json` says, or has lost an instruction of the tensor cores or of TMA.
 
     A kernel that two configurations share is compiled, and reported, once in a process. With JFLA_WRITE_REPORT=1 the
-    file is written instead. Only kernels of KDA spill, at most 72 bytes, where chunks with strong gates branch off. No
-    kernel's matmuls wait for each other one by one, as they do when the compiler finds a result used before it
-    was waited for, or one register too few.
+    file is written instead. Kernels of KDA spill at most 72 bytes, where chunks with strong gates branch off, and those
+    of GDN 12, addresses that are read once in a chunk. No kernel's matmuls wait for each other one by one, as they do
+    when the compiler finds a result used before it was waited for, or one register too few.
     """
     monkeypatch.setitem(os.environ, "MOSAIC_GPU_DUMP_PTXAS", "1")
     monkeypatch.setitem(os.environ, "MOSAIC_GPU_DUMP_SASS", "1")

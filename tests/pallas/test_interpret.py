@@ -169,8 +169,9 @@ def test_a_cpu_is_refused_outside_interpret_mode():
 
 @pytest.mark.parametrize(
     ("op", "heads", "time", "v_block", "programs"),
-    [("gdn", 32, 8192, 64, 68), ("kda", 32, 8192, 128, 100), ("gdn", 64, 8192, 128, 68), ("kda", 8, 8192, 64, 0)],
+    [("gdn", 32, 8192, 64, 68), ("kda", 32, 8192, 128, 100), ("gdn", 64, 8192, 64, 0), ("kda", 8, 8192, 64, 0)],
 )
 def test_preparing_beside_the_scan_is_for_calls_that_leave_much_of_the_gpu_idle(op, heads, time, v_block, programs):
     config, found = _config.beside_config(op, 128, 128, heads, time // 64)
     assert (config.v_block, found) == (v_block, programs)
+    assert _config.beside_config("gdn", 64, 64, 64, 16)[1] == 0
