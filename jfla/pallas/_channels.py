@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfla._types import CHUNK
-from jfla.pallas._chunk import FIRST_PAIRS, KDA_STEPS, Chunk
+from jfla.pallas._chunk_kda import FIRST_PAIRS, KDA_STEPS, Chunk
 from jfla.pallas._keys import BLOCK, K, Q
 from jfla.pallas._patterns import FAST_RANGE, NEAR_STEPS, pairs_of
 from jfla.pallas._tile import BF16, COLS, F32, dot, index, load, transposed, zeros

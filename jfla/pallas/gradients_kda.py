@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jfla._types import CHUNK
 from jfla.pallas import _patterns
 from jfla.pallas._channels import channels
-from jfla.pallas._chunk import KDA_STEPS, Barriers, Chunk, Sources, Tiles
+from jfla.pallas._chunk_kda import KDA_STEPS, Barriers, Chunk, Sources, Tiles
 from jfla.pallas._ends import PART, Ends, Gradients
 from jfla.pallas._keys import BLOCK, K, KeyArrays, KeyOptions, Keys, Q
 from jfla.pallas._launch import launch

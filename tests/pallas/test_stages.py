@@ -14,9 +14,10 @@ from jfla._types import CHUNK
 from jfla._validate import DEFAULTS, validate
 from jfla.gates import log_decay
 from jfla.nn import KimiDeltaAttention
-from jfla.pallas import _chunk, _team, delta_rule, prepare_kda
+from jfla.pallas import _chunk_kda, _team, delta_rule, prepare_kda
 from jfla.pallas import gradients_kda as gradients_kernel
 from jfla.pallas._arrays import kernel_arrays, key_arrays, key_options
+from jfla.pallas._ends import Ends
 from jfla.pallas._jobs import run
 from jfla.pallas._operands import Operands, Pairs
 from jfla.pallas._patterns import FAST_RANGE, NEAR_STEPS
@@ -207,7 +208,7 @@ def who_reads(first: int, g: jax.Array, gate: Any, monkeypatch: pytest.MonkeyPat
     nan = np.full((CHUNK, CHUNK), np.nan)
     spoiled = lambda steps, first: [*steps[:first], *[nan] * len(steps[first:])]
     monkeypatch.setattr(prepare_kda, "STRONG", spoiled(_team.STRONG, first))
-    monkeypatch.setattr(gradients_kernel, "KDA_STEPS", spoiled(_chunk.KDA_STEPS, _chunk.FIRST_PAIRS + first))
+    monkeypatch.setattr(gradients_kernel, "KDA_STEPS", spoiled(_chunk_kda.KDA_STEPS, _chunk_kda.FIRST_PAIRS + first))
     batch, time, heads, _ = g.shape
     arrays, rest = inputs(Call("kda", batch=batch, time=time, heads=heads, group=1, key_dim=128))
     given, options = validate("kda", **(DEFAULTS | arrays | rest | {"g": g, "gate": gate}))
