@@ -150,7 +150,8 @@ def test_backward_scans(call, v_block):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("call", [c for op in (KDA, GDN) for c in (op["weak"], op["mixed"], op["raw"])], ids=str)
-def test_chunk_gradients(call):
+def test_chunk_gradients(call, monkeypatch):
+    monkeypatch.setattr(delta_rule, "query_dtype", lambda _: jnp.float32)
     s = stages(call)
     left = twin_scans(s, *read_by_scans(s)[2:])
     with jax.enable_x64(True):
