@@ -43,7 +43,7 @@ def compile_for_h200(function, *arguments) -> None:
 def describe(op: str, key_dim: int, value_dim: int, raw: bool, batch: int) -> tuple[Inputs, Options]:
     """A call's shapes; batch decides whether V is split over programs; 16 prepare beside the scan."""
     shape = jax.ShapeDtypeStruct
-    time, heads = 512 if batch == 16 else 128, 2
+    time, heads = 8192 if batch == 16 else 128, 2
     gate_dim = key_dim if op == "kda" else 1
     queries, values = (shape((batch, time, heads, d), jnp.bfloat16) for d in (key_dim, value_dim))
     gate = jfla.SoftplusGate(shape((heads,), jnp.float32), None) if raw else None
@@ -103,12 +103,15 @@ def check_report(name: str, now: dict[str, dict[str, int]], counted: dict[str, s
     if os.environ.get("JFLA_WRITE_REPORT"):
         REPORT.write_text(json.dumps(dict(sorted((stored | {name: now}).items())), indent=1) + "\n")
         return
-    assert now.keys() <= stored[name].keys()  # what an earlier test compiled is not reported again
     for kernel in now:
-        before = stored[name][kernel]
-        assert now[kernel]["spilled bytes"] <= before["spilled bytes"], kernel
+        # One that configurations share is reported with the first of them that a process compiles.
+        others = [facts[kernel] for other, facts in stored.items() if kernel in facts and other[:3] == name[:3]]
+        befores = [stored[name][kernel]] if kernel in stored[name] else others
+        assert befores, kernel
+        assert now[kernel]["spilled bytes"] <= max(before["spilled bytes"] for before in befores), kernel
         for fact in counted:
-            assert now[kernel][fact] >= before[fact] * 0.9, f"{kernel}: {fact} {before[fact]} -> {now[kernel][fact]}"
+            before = min(before[fact] for before in befores)
+            assert now[kernel][fact] >= before * 0.9, f"{kernel}: {fact} {before} -> {now[kernel][fact]}"
 
 
 def marks(op: str, dims: tuple[int, int]) -> list[pytest.MarkDecorator]:
