@@ -60,16 +60,16 @@ class Arrays(NamedTuple):
     values: Any  # [B, T, HV, V]
     initial: Any  # None: the walk begins from zeros
     zero: Any  # [1], a 0 that the compiler cannot know (see Turn); where registers are few
-    window: Any = None  # Window
+    excerpt: Any = None  # Excerpt
 
 
-class Window(NamedTuple):
+class Excerpt(NamedTuple):
     """Only some of the chunks are walked: what is read is of all of them, what is emitted of those walked.
 
-    `initial` may hold a state for every such window, side by side; or it is a reference that takes the last state too.
+    `initial` may hold a state for every such excerpt, side by side; or it is a reference that takes the last state too.
     """
 
-    later: Any  # [1] int32: windows that follow in time
+    later: Any  # [1] int32: excerpts of this length that follow in time
     values: Any = None  # [B, T, HV, V] of all chunks: a reference that takes the emitted values
 
 
@@ -93,7 +93,7 @@ class Walk(NamedTuple):
     @property
     def n_chunks(self) -> int:
         """Those walked."""
-        time = self.arrays.values.shape[1] if self.arrays.window is None else self.emits[-1].shape[1]
+        time = self.arrays.values.shape[1] if self.arrays.excerpt is None else self.emits[-1].shape[1]
         return time // CHUNK
 
     @property
@@ -104,13 +104,13 @@ class Walk(NamedTuple):
 
     @property
     def results(self) -> list[jax.ShapeDtypeStruct | None]:
-        """What is emitted, the states at stops, the last ones; None where a window's references take them."""
-        emits, window = list[Any](self.emits), self.arrays.window
-        if window is not None and window.values is not None:
+        """What is emitted, the states at stops, the last ones; None where an excerpt's references take them."""
+        emits, excerpt = list[Any](self.emits), self.arrays.excerpt
+        if excerpt is not None and excerpt.values is not None:
             emits[-1] = None
         batch, heads, _, *state = self.last_states
         stops = jax.ShapeDtypeStruct((batch, heads, self.stops, *state), F32) if self.stops else None
-        last = jax.ShapeDtypeStruct(self.last_states, F32) if self.keeps_last and window is None else None
+        last = jax.ShapeDtypeStruct(self.last_states, F32) if self.keeps_last and excerpt is None else None
         return [*emits, stops, last]
 
     @property
@@ -221,7 +221,7 @@ class Program(NamedTuple):
     def state_at(self, worker: Any) -> tuple[Any, ...]:
         """Where this program's first and last states lie."""
         spot, part = self.spot, self.spot.part
-        if self.here.window is not None:
+        if self.here.excerpt is not None:
             part = lax.rem(lax.div(self.offset, jnp.int32(self.walk.n_chunks)), jnp.int32(self.here.initial.shape[2]))
         return spot.sequence, spot.head, part, self.columns(worker)
 
@@ -315,10 +315,10 @@ def walk(walks: tuple[Walk, ...], *, config: WalkConfig, name: str) -> Promise:
 
         def go(i: int) -> None:
             *emits, stops, last = outs[i]
-            window, offset = here[i].window, 0
-            if window is not None:
-                offset = walks[i].arrays.values.shape[1] // CHUNK - (window.later[0] + 1) * walks[i].n_chunks
-                emits = [window.values if x is None else x for x in emits]
+            excerpt, offset = here[i].excerpt, 0
+            if excerpt is not None:
+                offset = walks[i].arrays.values.shape[1] // CHUNK - (excerpt.later[0] + 1) * walks[i].n_chunks
+                emits = [excerpt.values if x is None else x for x in emits]
                 last = here[i].initial if walks[i].keeps_last else None
             full, empty = barriers[2 * i : 2 * i + 2]
             in_memory = here[i], emits, stops, last, offset

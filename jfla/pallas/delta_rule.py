@@ -30,7 +30,7 @@ from jfla.pallas._keys import KeyOptions
 from jfla.pallas._launch import interpreted
 from jfla.pallas._operands import Operands, Pairs
 from jfla.pallas._tile import BF16, F32
-from jfla.pallas.gradients_gdn import Within, gradients_gdn, results, whole
+from jfla.pallas.gradients_gdn import Within, gradients_gdn, over_parts, result_shapes
 from jfla.pallas.gradients_kda import gradients_kda
 from jfla.pallas.prepare_gdn import prepare_gdn
 from jfla.pallas.prepare_kda import prepare_kda
@@ -48,7 +48,7 @@ class Prepared(NamedTuple):
 def prepare(
     x: KernelArrays, inputs: Inputs, options: Options, *, with_pairs: bool = True, programs: int | None = None
 ) -> Promise:
-    """Prepared, chunk by chunk: gate, norms, decayed dots, inverse. The one place where KDA and GDN part."""
+    """Prepared, chunk by chunk: gate, norms, decayed dots, inverse. KDA and GDN part here and in chunk_gradients."""
     key_dim, static = x.q.shape[-1], key_options(inputs, options)
     beta = (x.beta,) if with_pairs else ()
     programs = programs or _config.MULTIPROCESSORS
@@ -129,18 +129,18 @@ def query_dtype(inputs: Inputs) -> Any:
 
 
 def chunk_gradients(x: KernelArrays, inputs: Inputs, options: Options, prepared: Prepared, ends: Ends) -> Gradients:
-    """The gradients of every chunk, which do not depend on each other."""
+    """The gradients of every chunk, which do not depend on each other. Here KDA and GDN part again."""
     static = key_options(inputs, options)
     if prepared.known is None:
         return gradients_kda(key_arrays(x, inputs), ends, static, query_dtype(inputs))
     programs = _config.MULTIPROCESSORS
-    return whole(gradients_gdn(prepared.operands, prepared.known, ends, static, programs, query_dtype(inputs)))
+    return over_parts(gradients_gdn(prepared.operands, prepared.known, ends, static, programs, query_dtype(inputs)))
 
 
 def in_stretches(
     x: KernelArrays, op: Operands, known: Array, pairs: Pairs, stops: Array, do: Array, d_last: Array | None,
     *, options: KeyOptions, dtype: Any,
-) -> tuple[Gradients, Array, Array]:  # fmt: skip
+) -> tuple[Gradients, Array, Array | None]:  # fmt: skip
     """Scans and gradients of GDN, stretch of time by stretch from the last: states of one only are ever in memory."""
     batch, heads, n_chunks, value_dim, key_dim = x.dims
     count, config = stops.shape[2], _config.scan_config(key_dim, value_dim, batch * heads)
@@ -162,12 +162,12 @@ def in_stretches(
         lax.fori_loop(0, count, stretch, None)
 
     unwritten = lambda shape: lax.empty(shape.shape, shape.dtype)
-    shapes = results((batch, x.v.shape[1], heads, key_dim), n_chunks, options, dtype)
+    shapes = result_shapes((batch, x.v.shape[1], heads, key_dim), n_chunks, options, dtype)
     d_last = jnp.zeros((batch, heads, 1, value_dim, key_dim), F32) if d_last is None else d_last
     grads, dv, d_first = pl.run_state(fill)(
         (jax.tree.map(unwritten, shapes), unwritten(jax.ShapeDtypeStruct(x.v.shape, BF16)), d_last)
     )
-    return whole(grads), dv, d_first
+    return over_parts(grads), dv, None if x.initial is None else d_first
 
 
 def scans(

@@ -178,10 +178,10 @@ def compute(c: Chunk, out: Gradients) -> None:
     plgpu.barrier_arrive(c.barriers.done)
 
 
-def results(dims: tuple[int, int, int, int], n_chunks: int, options: KeyOptions, dtype: Any) -> Gradients:
+def result_shapes(dims: tuple[int, int, int, int], n_chunks: int, options: KeyOptions, dtype: Any) -> Gradients:
     """Shapes for `dims` (B, T, HV, K). dq, dk: in `dtype`, or float32 where parts of K are left to normalise.
 
-    dg [B, HV * parts of K, N, C], see `whole`.
+    dg [B, HV * parts of K, N, C], see `over_parts`.
     """
     batch, _, heads, key_dim = dims
     parts, of = _parts(key_dim), jax.ShapeDtypeStruct
@@ -190,7 +190,7 @@ def results(dims: tuple[int, int, int, int], n_chunks: int, options: KeyOptions,
     return Gradients(per_head, per_head, by_token(heads * parts), by_token(heads))
 
 
-def whole(grads: Gradients) -> Gradients:
+def over_parts(grads: Gradients) -> Gradients:
     """With dg summed over parts of K."""
     batch, heads, n_chunks, _ = grads.written.shape
     return grads._replace(dg=jnp.sum(grads.dg.reshape(batch, heads, -1, n_chunks, CHUNK), axis=2))
@@ -241,7 +241,7 @@ def gradients_gdn(
             )
             plgpu.barrier_wait(here.done)
 
-    shapes = results((*ends.v_new.shape[:3], key_dim), n_chunks, options, out_dtype)
+    shapes = result_shapes((*ends.v_new.shape[:3], key_dim), n_chunks, options, out_dtype)
     out = launch(
         kernel,
         (*sources, jnp.zeros(1, jnp.int32), *(within.out if within else ())),

@@ -20,7 +20,7 @@ from jfla._types import CHUNK
 from jfla.pallas._jobs import Promise, run
 from jfla.pallas._operands import K_IN, K_OUT, Q_IN, Operands, Pairs, times
 from jfla.pallas._tile import BF16, F32, dots, dots_while, load, transposed, zeros
-from jfla.pallas._walk import Emit, Tiles, Walk, WalkConfig, Window, arrays, walk
+from jfla.pallas._walk import Emit, Excerpt, Tiles, Walk, WalkConfig, arrays, walk
 
 
 class Stretch(NamedTuple):
@@ -104,7 +104,7 @@ def states_walk(
     """S^T at each chunk's start [B, HV, N, V, K] and v_new [B, T, HV, V]: what the backward reads of the forward."""
     reads, emits = arrays(op, v, initial, None, pairs.inverse, queries=False), _states_and_values(op, v, stretch)
     if stretch is not None:
-        reads = reads._replace(window=Window(stretch.later))
+        reads = reads._replace(excerpt=Excerpt(stretch.later))
     advance = lambda state, x, emit: _advance(state, x, emit)
     return Walk(advance, reads, emits, parts=_parts(initial) if stretch is None else 1, keeps_last=False)
 
@@ -139,7 +139,7 @@ def adjoints_walk(
     """dS^T at each chunk's end [B, HV, N, V, K], dv [B, T, HV, V], and dS^T before the first chunk [B, HV, P, V, K]."""
     reads, emits = arrays(op, do, dfinal, *pairs), _states_and_values(op, do, stretch)
     if stretch is not None:
-        reads = reads._replace(window=Window(stretch.later, stretch.dv))
+        reads = reads._replace(excerpt=Excerpt(stretch.later, stretch.dv))
     retreat = lambda dstate, x, emit: _retreat(dstate, x, emit)
     return Walk(retreat, reads, emits, reverse=True, parts=_parts(dfinal), keeps_last=keeps_first)
 
