@@ -36,21 +36,21 @@ def through_the_chunk(c: Chunk) -> list[Any]:
     return [c.state(n) for n in c.values()]
 
 
-def channels(c: Chunk) -> tuple[jax.Array, jax.Array, jax.Array]:
+def channels(chunk: Chunk) -> tuple[jax.Array, jax.Array, jax.Array]:
     """dq, dk, dg [C, 64] of this warpgroup's channels.
 
     Where the chunk's gates allow, its pairs decay from the chunk's start, which takes one factor > 1.
     """
-    c, none = c.anew(3), zeros(CHUNK, BLOCK)
+    c, none = chunk.anew(3), zeros(CHUNK, BLOCK)
     dq, dk = meet_states(c, c.s.do, 0), meet_states(c, c.s.dv, 0)
     c.meet_channels()
-    c = c.anew(4)
+    c = chunk.anew(4)
     # The same for every token, so a vector is kept: [channels, C] with equal columns.
     e = jnp.exp2(c.exponent(0, FIRST_PAIRS, flat=True))
     through = e * c.spread(none, 0, FIRST_PAIRS, through_the_chunk(c), flat=True)
     c.s.whole.at[c.me][...] = jnp.sum(jnp.where(index(1) == 0, through, none), axis=1)
 
-    c = c.anew(5)
+    c = chunk.anew(5)
     before = c.exponent(1, FIRST_PAIRS)
     fast = in_range(c, before)
 
@@ -72,13 +72,13 @@ def channels(c: Chunk) -> tuple[jax.Array, jax.Array, jax.Array]:
         return dq, dk, c.keys.read(Q, c.me) * dq + c.keys.read(K, c.me) * dk
 
     dq, dk, z = lax.cond(fast, from_start, states_alone, dq, dk)
-    c = c.anew(6)
+    c = chunk.anew(6)
     dg = c.spread(none, 1, FIRST_PAIRS, c.split(z))
 
-    c = c.anew(7)
+    c = chunk.anew(1)
     dk_out = jnp.exp2(c.exponent(2, FIRST_PAIRS)) * meet_states(c, c.s.v_new, 2)
     dg = c.spread(dg, 2, FIRST_PAIRS, c.split(c.keys.read(K, c.me) * dk_out))
-    return strong_pairs(c, FIRST_PAIRS + jnp.where(fast, 0, NEAR_STEPS), (dq, dk + dk_out, dg))
+    return strong_pairs(chunk, FIRST_PAIRS + jnp.where(fast, 0, NEAR_STEPS), (dq, dk + dk_out, dg))
 
 
 def in_range(c: Chunk, exponents: jax.Array) -> Any:
@@ -100,7 +100,7 @@ def strong_pairs(
 
     def step(i: Any, end: Any, grads: tuple[jax.Array, jax.Array, jax.Array]):
         dq, dk, dg = grads
-        c = chunk._replace(zero=chunk.zero * i).anew(8)
+        c = chunk._replace(zero=chunk.zero * i).anew(0)
         q, k, k_back, e, w_q, w_k = (c.scratch(n) for n in range(6))  # w_q and w_k where dS was, from tile 2 on
         inside = i == FIRST_PAIRS
 

@@ -12,7 +12,7 @@ from jfla._types import CHUNK
 from jfla.pallas._ends import Ends, Gradients
 from jfla.pallas._keys import BLOCK, KeyOptions
 from jfla.pallas._operands import Place
-from jfla.pallas._tile import F32, ROWS, SHARED_MEMORY, per_row, tile_buffer
+from jfla.pallas._tile import F32, ROWS, SHARED_MEMORY, number_buffer, per_row, tile_buffer
 from jfla.pallas._work import Turn
 from jfla.pallas.prepare_gdn import NORMS
 
@@ -54,6 +54,7 @@ class Tiles(NamedTuple):
     known: Any  # [1 or 3] vectors
     diagonal: Any  # [2] vectors: do . v_new and dv . v_new
     along: Any  # [2, blocks] vectors: what of dq and dk lies along q and k (qk_norm)
+    numbers: Any  # [2, C]: see `index`
     meeting: Any  # [3, blocks] vectors: x . dx of the decays up to a token; after it; of the whole chunk
 
 
@@ -126,6 +127,10 @@ class Chunk(NamedTuple):
         plgpu.barrier_arrive(self.barriers.met)
         plgpu.barrier_wait(self.barriers.met)
 
+    @property
+    def numbers(self) -> Any:
+        return self.s.numbers.at[self.me]
+
     def factor(self, which: int) -> jax.Array:
         """[C, 64]: one of prepare_gdn's factors of rows."""
         return per_row(plgpu.load(self.s.factors.at[which], layout=ROWS), BLOCK)
@@ -169,7 +174,7 @@ class Chunk(NamedTuple):
 def buffers(blocks: int, known: int) -> tuple[int, Tiles]:
     """The blocks of V in flight, as there is room for, and everything in shared memory."""
     vectors = lambda *lead: plgpu.SMEM((*lead, CHUNK), F32)
-    tile, rest = 2 * CHUNK * BLOCK, 4 * CHUNK * (4 + known + 2 + 2 * blocks + 3 * blocks)
+    tile, rest = 2 * CHUNK * BLOCK, 4 * CHUNK * (4 + known + 2 + 2 * blocks + COMPUTING + 3 * blocks)
     stages = min(STAGES, (SHARED_MEMORY - rest - (2 * blocks + 2) * tile) // ((2 * blocks + 3) * tile))
     return stages, Tiles(
         ends=tile_buffer(stages, 2, blocks, CHUNK, BLOCK),
@@ -180,6 +185,7 @@ def buffers(blocks: int, known: int) -> tuple[int, Tiles]:
         known=vectors(known),
         diagonal=vectors(2),
         along=vectors(2, blocks),
+        numbers=number_buffer(COMPUTING),
         meeting=vectors(3, blocks),
     )
 

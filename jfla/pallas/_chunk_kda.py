@@ -77,7 +77,8 @@ class Chunk(NamedTuple):
     def anew(self, stage: int) -> "Chunk":
         """The same for another stage, 0 .. 31, of which the compiler knows nothing yet.
 
-        It would compute addresses and masks once and keep them in registers from the first stage to the last.
+        It would compute addresses and masks once and keep them in registers from the first stage to the last. From
+        stage 5 on that is still so of tiles as the tensor cores find them, in whose addresses 14 bits count.
         """
         here = self.zero & (1 << stage)
         keys = self.keys._replace(place=self.keys.place._replace(chunk=self.keys.place.chunk + here))

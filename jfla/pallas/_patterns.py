@@ -47,9 +47,9 @@ PAIRS = (within(NEAR), *map(stretch, reversed(range(LEVELS))))
 NEAR_STEPS = 1 + LEVELS - NEAR
 
 
-def pairs_of(step: Any, mirrored: bool = True) -> jax.Array:
+def pairs_of(step: Any, numbers: Any = None, mirrored: bool = True) -> jax.Array:
     """[C, C]: the pairs that a step of PAIRS is about, and their mirror image; behind the last step, the diagonal."""
-    level, row, column = jnp.where(step == 0, NEAR, jnp.maximum(LEVELS - step, 0)), index(0), index(1)
+    level, row, column = jnp.where(step == 0, NEAR, jnp.maximum(LEVELS - step, 0)), index(0), index(1, numbers)
     here = apart(level, row, column) == jnp.where((step == 0) | (step > LEVELS), 0, 1)
     return here if mirrored else here & (column <= row)
 

@@ -13,9 +13,10 @@ from jfla.pallas import _patterns
 from jfla.pallas._jobs import Handover
 from jfla.pallas._keys import BLOCK, K, KeyArrays, KeyOptions, Keys, Q
 from jfla.pallas._operands import Place
-from jfla.pallas._tile import BF16, F16, F32, dot, tile_buffer, transposed, write_roots, zeros
+from jfla.pallas._tile import BF16, F16, F32, dot, number_buffer, tile_buffer, transposed, write_roots, zeros
 from jfla.pallas._work import Turn
 
+WARPGROUPS = 3
 START = (_patterns.BEFORE, _patterns.AFTER)
 STRONG = (*_patterns.PAIRS, np.zeros((CHUNK, CHUNK), bool))  # last a token with itself
 
@@ -48,6 +49,7 @@ class Tiles(NamedTuple):
     work: Any  # one float16 tile
     inverse: Any  # one tile
     roots: Any  # [2, 2, C]: beta's, for the second and the third warpgroup
+    numbers: Any  # [3, C]: see `index`
 
 
 class Barriers(NamedTuple):
@@ -86,6 +88,10 @@ class Team(NamedTuple):
     def columns(self) -> Any:
         """k as the rows meet it, by blocks."""
         return self.s.decayed.at[self.turn.zero + 1]
+
+    @property
+    def numbers(self) -> Any:
+        return self.s.numbers.at[self.me]
 
     def products(self, rows: Any, columns: Any) -> jax.Array:
         """[C, C]: rows @ columns^T, over all blocks."""
@@ -178,6 +184,7 @@ def buffers(x: KeyArrays, options: KeyOptions, blocks: int, with_pairs: bool) ->
         work=tiles(1, dtype=F16) if with_pairs else None,
         inverse=tiles(1) if with_pairs else None,
         roots=vectors(2, 2) if with_pairs else None,
+        numbers=number_buffer(WARPGROUPS),
     )
 
 

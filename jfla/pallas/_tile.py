@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -40,14 +39,24 @@ def zeros(rows: int, columns: int) -> jax.Array:
     return plgpu.layout_cast(jnp.zeros((rows, columns), F32), WGMMA)
 
 
-def index(axis: int, rows: int = CHUNK, columns: int = CHUNK) -> jax.Array:
-    """The row (0) or column (1) number of every element.
+def index(axis: int, numbers: Any = None) -> jax.Array:
+    """[C, C]: the row (0) or column (1) number of every element, from `numbers` of `write_numbers` if they are given.
 
-    Broadcast from one line: as an array of two dimensions every element's number would be kept in a register.
+    Broadcast from one line: as an array of two dimensions every element's number would be kept in a register. The
+    compiler still keeps one for every column, from chunk to chunk; what it has to read it does not.
     """
-    if axis == 0:
-        return per_row(lax.iota(jnp.int32, rows), columns)
-    return per_column(lax.iota(jnp.int32, columns), rows)
+    line = lax.iota(jnp.int32, CHUNK) if numbers is None else plgpu.load(numbers, layout=(ROWS, COLS)[axis])
+    return per_row(line, CHUNK) if axis == 0 else per_column(line, CHUNK)
+
+
+def number_buffer(warpgroups: int) -> Any:
+    return plgpu.SMEM((warpgroups, CHUNK), jnp.int32)
+
+
+def write_numbers(numbers: Any) -> None:
+    """0, 1 .. into [C] in shared memory."""
+    numbers[...] = plgpu.layout_cast(lax.iota(jnp.int32, CHUNK), ROWS)
+    plgpu.commit_smem()
 
 
 def per_row(x: jax.Array, columns: int) -> jax.Array:
@@ -135,14 +144,25 @@ def apart(level: Any, row: jax.Array, column: jax.Array) -> jax.Array:
 SQUARES = 6  # levels of doubling: blocks of 1, 2, 4 .. 32
 
 
-def squares() -> jax.Array:
-    """[1 + SQUARES, C, C] float16: the diagonal; then for every level the squares that join two of its blocks.
+def mask_buffer() -> Any:
+    """For the masks of `Inverse`: the diagonal; then for every level the squares that join two of its blocks."""
+    return tile_buffer(1 + SQUARES, CHUNK, CHUNK, dtype=F16)
 
-    A constant of the program: made by JAX, it would be made again in every call.
-    """
-    row, column = np.indices((CHUNK, CHUNK))
-    levels = [(row >> level) ^ (column >> level) == 1 for level in range(SQUARES)]
-    return jnp.asarray(np.stack([row == column, *(x & (column < row) for x in levels)]), F16)
+
+def write_masks(masks: Any, numbers: Any, worker: Any, workers: int) -> None:
+    """This worker's share of the masks."""
+
+    @pl.loop(0, -(-(1 + SQUARES) // workers))
+    def _(n: Any) -> None:
+        i = n * workers + worker
+
+        @pl.when(i <= SQUARES)
+        def _():
+            row, column = index(0), index(1, numbers)
+            here = (apart(jnp.maximum(i - 1, 0), row, column) == jnp.minimum(i, 1)) & (column <= row)
+            masks.at[i][...] = jnp.where(here, 1.0 + zeros(CHUNK, CHUNK), zeros(CHUNK, CHUNK)).astype(F16)
+
+    plgpu.commit_smem()
 
 
 class Inverse(NamedTuple):
@@ -152,27 +172,27 @@ class Inverse(NamedTuple):
     is as stable as substitution. float16 is 8 times finer than bfloat16 at the same cost, and wide enough: in a
     recurrence that does not blow up the entries of N and X are bounded by beta |k_i| |k_j|.
 
-    `masks` is `squares()` in shared memory, where there is room: without it a square's mask is worked out element by
+    `masks` is what `write_masks` left, where there is room: without it a square's mask is worked out element by
     element, which takes four times the instructions.
     """
 
     lower: Any
     work: Any
     zero: Any
+    numbers: Any = None
     masks: Any = None
 
     def square(self, level: Any) -> jax.Array:
         n = self.lower[...]
         if self.masks is not None:
             return n * plgpu.load(self.masks.at[level + 1 + self.zero], layout=WGMMA)
-        # Without a zero that the compiler does not know the indices would stay in registers from one use to the next.
-        here = apart(level, *(index(axis) + self.zero * level for axis in range(2))) == 1
+        here = apart(level, index(0) + self.zero * level, index(1, self.numbers)) == 1
         return jnp.where(here, n, zeros(CHUNK, CHUNK).astype(F16))
 
     def diagonal(self) -> jax.Array:
         if self.masks is not None:
             return plgpu.load(self.masks.at[self.zero], layout=WGMMA).astype(F32)
-        same = index(0) + self.zero == index(1) + self.zero
+        same = index(0) == index(1, self.numbers)
         return jnp.where(same, zeros(CHUNK, CHUNK) + 1.0, zeros(CHUNK, CHUNK))
 
     def double(self, level: Any, x: jax.Array) -> jax.Array:

@@ -78,7 +78,8 @@ class Walk(NamedTuple):
 
     `emit(i, x)` writes the chunk's part of emits[i]: x [V, C] into rows of [B, T, HV, V], or x [V, K] into a tile of
     [B, HV, N, V, K], which comes first and passes through `Tiles.state` if there is one. `keeps_last`: whether the
-    last states, of each of the `parts` of time, are wanted. `stops`: of so many equal stretches of time the states at
+    last states, of each of the `parts` of time, are wanted; `final`: of the last part, as the caller has it,
+    [B, HV, K, V]. `stops`: of so many equal stretches of time the states at
     the start are wanted too.
     """
 
@@ -88,6 +89,7 @@ class Walk(NamedTuple):
     reverse: bool = False
     parts: int = 1
     keeps_last: bool = True
+    final: bool = False
     stops: int = 0
 
     @property
@@ -108,9 +110,11 @@ class Walk(NamedTuple):
         emits, excerpt = list[Any](self.emits), self.arrays.excerpt
         if excerpt is not None and excerpt.values is not None:
             emits[-1] = None
-        batch, heads, _, *state = self.last_states
-        stops = jax.ShapeDtypeStruct((batch, heads, self.stops, *state), F32) if self.stops else None
-        last = jax.ShapeDtypeStruct(self.last_states, F32) if self.keeps_last and excerpt is None else None
+        batch, heads, _, value_dim, key_dim = self.last_states
+        shape = (batch, heads, key_dim, value_dim) if self.final else self.last_states
+        last = jax.ShapeDtypeStruct(shape, F32) if self.keeps_last and excerpt is None else None
+        shape = batch, heads, self.stops, value_dim, key_dim
+        stops = jax.ShapeDtypeStruct(shape, F32) if self.stops else None
         return [*emits, stops, last]
 
     @property
@@ -215,7 +219,7 @@ class Program(NamedTuple):
         zero = jnp.int32(0) if self.here.zero is None else self.here.zero[0]
         state, _ = lax.fori_loop(0, self.chunks[1], step, (state, zero))
         if self.last is not None:
-            self.last.at[self.state_at(worker)][...] = state
+            self.write_last(state, worker)
         plgpu.wait_smem_to_gmem(0)
 
     def state_at(self, worker: Any) -> tuple[Any, ...]:
@@ -224,6 +228,16 @@ class Program(NamedTuple):
         if self.here.excerpt is not None:
             part = lax.rem(lax.div(self.offset, jnp.int32(self.walk.n_chunks)), jnp.int32(self.here.initial.shape[2]))
         return spot.sequence, spot.head, part, self.columns(worker)
+
+    def write_last(self, state: jax.Array, worker: Any) -> None:
+        if not self.walk.final:
+            self.last.at[self.state_at(worker)][...] = state
+            return
+
+        @pl.when(self.spot.part == self.walk.parts - 1)
+        def _():
+            rows = transposed(self.last.at[self.spot.sequence, self.spot.head, :, self.columns(worker)])
+            rows[...] = plgpu.layout_cast(state, plgpu.Layout.WGMMA_TRANSPOSED)
 
     def keep(self, i: Any, state: jax.Array, worker: Any) -> None:
         """Writes the state down where a stretch of time begins."""

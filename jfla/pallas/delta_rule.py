@@ -88,7 +88,7 @@ def forward(inputs: Inputs, options: Options, *, for_backward: bool = False) -> 
     pairs = Pairs(*(checkpoint_name(a, name) for a, name in zip(prepared.pairs, ("jfla_a_qk", "jfla_inverse"))))
     output = output[:, : inputs.v.shape[1]].astype(inputs.v.dtype)
     stops = None if stops is None else checkpoint_name(stops, "jfla_states")
-    return DeltaRuleOutput(output, None if final is None else final[:, :, -1].mT), Residuals(pairs, stops)
+    return DeltaRuleOutput(output, final), Residuals(pairs, stops)
 
 
 def scan_alone(

@@ -54,6 +54,7 @@ from jfla.pallas._tile import (
     per_column,
     per_row,
     transposed,
+    write_numbers,
     zeros,
 )
 from jfla.pallas._work import Work
@@ -92,12 +93,12 @@ def add_block(c: Chunk, n: Any, x: Sums) -> Sums:
 def weigh(c: Chunk, w: jax.Array) -> None:
     """W_q by one warpgroup, W_k by the other, strictly lower; their diagonals apart."""
     none, options = zeros(CHUNK, CHUNK), c.shape.options
-    c.s.diagonal.at[c.me][...] = jnp.sum(jnp.where(index(0) == index(1), w, none), axis=1)
+    c.s.diagonal.at[c.me][...] = jnp.sum(jnp.where(index(0) == index(1, c.numbers), w, none), axis=1)
     w = w * pair_decay(c.s.known.at[BEFORE]) * jnp.where(c.me == Q, options.scale, -1.0)
     if options.qk_norm:
         w = w * lax.optimization_barrier(per_row(c.norm(c.me), CHUNK))
         w = w * lax.optimization_barrier(per_column(plgpu.load(c.s.known.at[NORMS + K], layout=COLS), CHUNK))
-    c.s.weights.at[c.me][...] = jnp.where(index(1) < index(0), w, none).astype(BF16)
+    c.s.weights.at[c.me][...] = jnp.where(index(1, c.numbers) < index(0), w, none).astype(BF16)
 
 
 def channels(c: Chunk, x: Sums) -> tuple[jax.Array, jax.Array]:
@@ -155,7 +156,7 @@ def write_tokens(c: Chunk, out: Gradients) -> None:
     """dg of the chunk, of this part of K; and dv . v_new."""
     vectors = lambda i: [plgpu.load(c.s.meeting.at[i, b], layout=COLS) for b in range(c.shape.blocks)]
     up_to, after, whole = (per_column(functools.reduce(jnp.add, vectors(i)), CHUNK) for i in range(3))
-    meeting = jnp.where(index(1) >= index(0), up_to, after) + whole * c.s.factors[WHOLE, 0]
+    meeting = jnp.where(index(1, c.numbers) >= index(0), up_to, after) + whole * c.s.factors[WHOLE, 0]
     c.place._replace(head=c.turn.place.head).tile(out.dg)[...] = jnp.sum(meeting, axis=1)
 
     @pl.when(c.part == 0)
@@ -227,6 +228,7 @@ def gradients_gdn(
         @pl.when(wg < COMPUTING)
         def _():
             plgpu.set_max_registers(232, action="increase")
+            write_numbers(s.numbers.at[wg])
             work.each_chunk(lambda turn: compute(chunk(turn), out), program, 0, zero)
             plgpu.wait_smem_to_gmem(0)
 

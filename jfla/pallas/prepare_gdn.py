@@ -5,6 +5,7 @@ q and k are read as the caller passed them, here and by the scans. Every warpgro
 are left.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -24,18 +25,20 @@ from jfla.pallas._tile import (
     F16,
     F32,
     ROWS,
-    SQUARES,
     Inverse,
     dot,
     index,
+    mask_buffer,
+    number_buffer,
     pair_decay,
     per_column,
     per_row,
-    squares,
     tile_buffer,
     transposed,
     write_inverse,
     write_lower,
+    write_masks,
+    write_numbers,
     write_roots,
     zeros,
 )
@@ -61,20 +64,21 @@ class Worker(NamedTuple):
     keys: Keys
     tile: Any  # float16: what is inverted, and where
     work: Any
+    masks: Any  # of the inverse
     tokens: Any  # [1 or 2, C]: log2 decay; beta, for the pairs
     known: Any  # [1 or 3, C]: see BEFORE
     roots: Any  # [2, C]
-    masks: Any  # `squares`
     factors: Any  # [4, C]
+    numbers: Any  # [C]: see `index`
     loaded: Any
     zero: Any
 
     def at(self, n: int) -> Any:
         return self.zero + n  # `dot` cannot close over a reference that a Python int indexed
 
-    def lower(self, stage: int) -> jax.Array:
-        """True up to the diagonal. The same masks for two stages would be kept, packed bit by bit, in between."""
-        return index(1) + (self.zero & (1 << stage)) <= index(0)
+    def lower(self) -> jax.Array:
+        """True up to the diagonal."""
+        return index(1, self.numbers) <= index(0)
 
 
 def load_chunk(w: Worker, q: Any, k: Any, tokens: Any) -> None:
@@ -90,7 +94,7 @@ def write_factors(w: Worker) -> None:
     """What multiplies a token's row of q and k where they meet the state, and the decay of the whole chunk."""
     keys = w.keys
     columns = lax.optimization_barrier(per_column(plgpu.load(w.tokens.at[DECAY], layout=COLS), CHUNK))
-    before = jnp.sum(jnp.where(w.lower(0), columns, zeros(CHUNK, CHUNK)), axis=1)
+    before = jnp.sum(jnp.where(w.lower(), columns, zeros(CHUNK, CHUNK)), axis=1)
     w.known.at[BEFORE][...] = before
     if keys.options.qk_norm:
         keys.measure(0)
@@ -108,7 +112,7 @@ def write_factors(w: Worker) -> None:
         w.factors.at[i][...] = factor
 
 
-def write_pairs(w: Worker, pairs: Pairs) -> None:
+def write_pairs(w: Worker, pairs: Pairs, wait_for_masks: Callable[[], None]) -> None:
     keys, place = w.keys, w.keys.place
     blocks = [w.at(b) for b in range(keys.blocks)]
 
@@ -122,11 +126,13 @@ def write_pairs(w: Worker, pairs: Pairs) -> None:
 
     # What is stored takes the place of what the dots have read.
     a_qk, inverse = keys.q.at[w.at(0)], keys.k.at[w.at(0)]
-    a_qk[...] = jnp.where(w.lower(1), dots(Q), zeros(CHUNK, CHUNK)).astype(BF16)
+    of_q = dots(Q)  # before the mask, which would be held meanwhile
+    a_qk[...] = jnp.where(w.lower(), of_q, zeros(CHUNK, CHUNK)).astype(BF16)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(a_qk, place.tile(pairs.a_qk))
     write_lower(dots(K), w.roots, w.tile, w.zero)
-    write_inverse(Inverse(w.tile, w.work, w.zero, w.masks), w.roots, inverse)
+    wait_for_masks()
+    write_inverse(Inverse(w.tile, w.work, w.zero, masks=w.masks), w.roots, inverse)
     plgpu.copy_smem_to_gmem(inverse, place.tile(pairs.inverse))
 
 
@@ -161,41 +167,34 @@ def prepare_gdn(q: jax.Array, k: jax.Array, tokens: jax.Array, options: KeyOptio
     work = Work(batch, heads, n_chunks, workers=config.workers, programs=config.programs)
 
     def body(refs: list[Any], scratch: Any, program: Any, handover: Handover) -> None:
-        q_g, k_g, tokens_g, *rest = refs
-        masks_g: Any = rest.pop(0) if with_pairs else None
-        zero_g, factors_o, known_o, *pair_o = rest
-        (masks_s, *both, norms, tokens_b, known_b, roots_b, factors_b), loaded, started = scratch
-        vectors = norms, tokens_b, known_b, roots_b, factors_b
+        q_g, k_g, tokens_g, zero_g, factors_o, known_o, *pair_o = refs
+        (masks_s, q_b, k_b, *vectors, numbers), loaded, masked = scratch
         wg = lax.axis_index("wg")
 
         def chunk(turn: Turn) -> None:
             place = turn.place
             here = wg + turn.zero
-            (q_s, tile_s), (k_s, work_s) = (_views(tiles, blocks, here, turn.zero) for tiles in both)
-            norms_s, tokens_s, known_s, roots_s, factors_s = (None if x is None else x.at[here] for x in vectors)
+            (q_s, tile_s), (k_s, work_s) = (_views(tiles, blocks, here, turn.zero) for tiles in (q_b, k_b))
+            norms_s, *vectors_s = (None if x is None else x.at[here] for x in (*vectors, numbers))
             keys = Keys(options, place, heads, blocks, q_s, k_s, norms_s)
-            w = Worker(keys, tile_s, work_s, tokens_s, known_s, roots_s, masks_s, factors_s, loaded.at[wg], turn.zero)
+            w = Worker(keys, tile_s, work_s, masks_s, *vectors_s, loaded=loaded.at[wg], zero=turn.zero)
             load_chunk(w, q_g, k_g, tokens_g)
             write_factors(w)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(w.factors, place.tile(factors_o))
             plgpu.copy_smem_to_gmem(w.known, place.tile(known_o))
             if with_pairs:
-                write_pairs(w, Pairs(*pair_o))
+                once = lambda: pl.when(turn.number == 0)(lambda: plgpu.barrier_wait(masked))
+                write_pairs(w, Pairs(*pair_o), once)
             handover.tell(place)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-        if with_pairs:
-
-            @pl.when(wg == 0)
-            def _():
-                for i in range(1 + SQUARES):
-                    plgpu.copy_gmem_to_smem(masks_g.at[i], masks_s.at[i], started)
-
-            plgpu.barrier_wait(started)
-
         @pl.when(wg < config.workers)
         def _():
+            write_numbers(numbers.at[wg])
+            if with_pairs:
+                write_masks(masks_s, numbers.at[wg], wg, config.workers)
+                plgpu.barrier_arrive(masked)
             work.each_chunk(chunk, program, wg, zero_g)
 
         plgpu.wait_smem_to_gmem(0)
@@ -204,17 +203,16 @@ def prepare_gdn(q: jax.Array, k: jax.Array, tokens: jax.Array, options: KeyOptio
     lead = (batch, heads, n_chunks)
     square = lambda: shape((*lead, CHUNK, CHUNK), BF16)
     vector = lambda *shape: plgpu.SMEM((config.workers, *shape, CHUNK), F32)
-    sources = (q, k, tokens, squares() if with_pairs else None, jnp.zeros(1, jnp.int32))
     decay, known = shape((*lead, 4, CHUNK), F32), shape((*lead, n_known, CHUNK), F32)
     pairs = Pairs(square(), square()) if with_pairs else None
     job = Job(
         "jfla_prepare_gdn",
-        tuple(a for a in sources if a is not None),
+        (q, k, tokens, jnp.zeros(1, jnp.int32)),
         (decay, known, *(pairs or ())),
         programs=work.used,
         warpgroups=config.workers,
         buffers=(
-            tile_buffer(1 + SQUARES, CHUNK, BLOCK, dtype=F16) if with_pairs else None,
+            mask_buffer() if with_pairs else None,
             _key_buffers(config.workers, blocks) if with_keys else None,
             _key_buffers(config.workers, blocks) if with_keys else None,
             vector(2, 1),
@@ -222,10 +220,11 @@ def prepare_gdn(q: jax.Array, k: jax.Array, tokens: jax.Array, options: KeyOptio
             vector(n_known),
             vector(2) if with_pairs else None,
             vector(4),
+            number_buffer(config.workers),
         ),
         barriers=(
             plgpu.Barrier(num_arrivals=1 + 2 * blocks * with_keys, num_barriers=config.workers),
-            plgpu.Barrier(num_arrivals=1 + SQUARES),
+            plgpu.Barrier(num_arrivals=config.workers),
         ),
         body=body,
     )

@@ -38,6 +38,7 @@ from jfla.pallas._tile import (
     transposed,
     write_inverse,
     write_lower,
+    write_numbers,
     zeros,
 )
 from jfla.pallas._work import Turn, Work
@@ -60,7 +61,7 @@ def operands(t: Team, out: Operands, pairs: bool) -> None:
     keys.q.at[b][...] = (keys.read(Q, b) * e).astype(BF16)
     # Column 0 of BEFORE is all ones: the sums of all tokens, channels as rows, so that no warp needs another.
     total = dot(zeros(BLOCK, CHUNK), (transposed(t.s.g.at[b]), t.s.starts.at[t.turn.zero]))
-    t.s.decay.at[b][...] = jnp.exp2(jnp.sum(jnp.where(index(1) == 0, total, zeros(BLOCK, CHUNK)), axis=1))
+    t.s.decay.at[b][...] = jnp.exp2(jnp.sum(jnp.where(index(1, t.numbers) == 0, total, zeros(BLOCK, CHUNK)), axis=1))
     plgpu.commit_smem()
     for source, target in zip((keys.q, keys.k, k_out), out[:3]):
         plgpu.copy_smem_to_gmem(source.at[b], keys.place.tile(target).at[:, columns])
@@ -69,7 +70,7 @@ def operands(t: Team, out: Operands, pairs: bool) -> None:
 
 def pair_dots(t: Team) -> jax.Array:
     """[C, C]: q_i . k_j (this is the first warpgroup) or k_i . k_j with the decay from j to i, for j <= i."""
-    x = jnp.where(index(1) <= index(0), t.products(t.rows, t.columns), zeros(CHUNK, CHUNK))
+    x = jnp.where(index(1, t.numbers) <= index(0), t.products(t.rows, t.columns), zeros(CHUNK, CHUNK))
     return lax.cond(too_strong(t, t.s.lowest), lambda x: strong_dots(t, x), lambda x: x, x)
 
 
@@ -112,7 +113,7 @@ def inside_blocks(t: Team, x: jax.Array) -> jax.Array:
     t.meet()
     pl.when(t.me == 1)(lambda: t.fetch_pattern(1))
     new = t.products(t.s.decayed.at[2 * t.me], t.columns)
-    here = pairs_of(0, mirrored=False) & strong_rows(t, t.s.lowest)
+    here = pairs_of(0, t.numbers, mirrored=False) & strong_rows(t, t.s.lowest)
     t.meet()
     return jnp.where(here, new, x)
 
@@ -134,7 +135,7 @@ def halve(t: Team, i: Any, steps: Any, x: jax.Array) -> jax.Array:
     t.meet()
     pl.when((t.me == 1) & (i + 1 < steps))(lambda: t.fetch_pattern(i + 1))
     new = t.products(t.s.decayed.at[t.me], t.columns)
-    here = pairs_of(i, mirrored=False) & strong_rows(t, t.s.lowest)
+    here = pairs_of(i, t.numbers, mirrored=False) & strong_rows(t, t.s.lowest)
     here = here & ((i < NEAR_STEPS) | strong_rows(t, t.s.near))
     t.meet()
     return jnp.where(here, new, x)
@@ -198,7 +199,7 @@ def invert(t: Team, pairs: Pairs) -> None:
     plgpu.barrier_wait(t.barriers.handed)
     zero = t.turn.zero
     lower, work, out = (x.at[zero] for x in (t.s.lower, t.s.work, t.s.inverse))
-    write_inverse(Inverse(lower, work, zero), roots, out)
+    write_inverse(Inverse(lower, work, zero, t.numbers), roots, out)
     plgpu.barrier_arrive(t.barriers.taken)
     # The other two have waited for their stores of the chunk before, and met, ere this one was handed.
     pl.when(t.turn.has_last)(lambda: t.handover.tell(t.turn.last_place))
@@ -228,6 +229,7 @@ def prepare_kda(x: KeyArrays, beta: jax.Array | None, heads: int, options: KeyOp
             return Team(here, turn, Keys(options, turn.place, heads, blocks, q, k, s.norms), arrays, s, at, handover)
 
         none = jnp.int32(0)
+        write_numbers(s.numbers.at[me])
 
         @pl.when(me < 2)
         def _share():

@@ -66,7 +66,7 @@ class Kept(NamedTuple):
 def output_scan(
     op: Operands, pairs: Pairs, v: jax.Array, initial: jax.Array | None, config: WalkConfig, kept: Kept
 ) -> Promise:
-    """o [B, T, HV, V]; states at stops, [B, HV, stops, V, K]; and after each part of time, [B, HV, P, V, K].
+    """o [B, T, HV, V]; states at stops, [B, HV, stops, V, K]; and the last ones as the caller has them.
 
     Here as everywhere `initial` is what each part begins from, [B, HV, P, V, K], or None: one part, from zeros. States
     are transposed.
@@ -89,7 +89,7 @@ def output_scan(
         return state
 
     reads, emits = arrays(op, v, initial, *pairs), (jax.ShapeDtypeStruct(v.shape, BF16),)
-    alone = Walk(step, reads, emits, parts=_parts(initial), keeps_last=kept.last, stops=kept.stops)
+    alone = Walk(step, reads, emits, parts=_parts(initial), keeps_last=kept.last, final=True, stops=kept.stops)
     promise = walk((alone,), config=config, name="jfla_output_scan")
     return promise._replace(value=tuple(promise.value[0]))
 

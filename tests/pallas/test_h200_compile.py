@@ -106,7 +106,6 @@ def check_report(name: str, now: dict[str, dict[str, int]], counted: dict[str, s
     assert now.keys() <= stored[name].keys()  # what an earlier test compiled is not reported again
     for kernel in now:
         before = stored[name][kernel]
-        assert now[kernel]["spilled bytes"] <= before["spilled bytes"], kernel
         for fact in counted:
             assert now[kernel][fact] >= before[fact] * 0.9, f"{kernel}: {fact} {before[fact]} -> {now[kernel][fact]}"
 
@@ -122,13 +121,12 @@ def marks(op: str, dims: tuple[int, int]) -> list[pytest.MarkDecorator]:
     [pytest.param(*x, marks=marks(*x[:2])) for x in CONFIGURATIONS],
 )
 def test_kernels_compile_as_written_down(op, dims, raw, batch, capfd, monkeypatch):
-    """No kernel spills more than `h200_report.json` says, or has lost an instruction of the tensor cores or of TMA.
+    """No kernel spills a register, or has lost an instruction of the tensor cores or of TMA since `h200_report.json`.
 
     A kernel that two configurations share is compiled, and reported, once in a process. With JFLA_WRITE_REPORT=1 the
-    file is written instead, in a process for each configuration, so that all of its kernels are there. Kernels of KDA
-    spill at most 72 bytes, where chunks with strong gates branch off, and those of GDN 12, addresses that are read once
-    in a chunk. No kernel's matmuls wait for each other one by one, as they do when the compiler finds a result used
-    before it was waited for, or one register too few.
+    file is written instead, in a process for each configuration, so that all of its kernels are there. No kernel's
+    matmuls wait for each other one by one, as they do when the compiler finds a result used before it was waited for,
+    or one register too few.
     """
     monkeypatch.setitem(os.environ, "MOSAIC_GPU_DUMP_PTXAS", "1")
     monkeypatch.setitem(os.environ, "MOSAIC_GPU_DUMP_SASS", "1")
@@ -142,7 +140,7 @@ def test_kernels_compile_as_written_down(op, dims, raw, batch, capfd, monkeypatc
     now = facts("".join(capfd.readouterr()), COUNTED)
     assert any(kernel.get("wgmma") for kernel in now.values()), "expected machine code that no earlier test compiled"
     name = f"{op} K{dims[0]} V{dims[1]}, {'raw gates, packed' if raw else 'decays'}, B{batch}"
-    assert not [kernel for kernel in now if "serialized" in now[kernel]]
+    assert not [kernel for kernel in now if "serialized" in now[kernel] or now[kernel]["spilled bytes"]]
     check_report(name, now, COUNTED)
 
 
@@ -162,5 +160,6 @@ def test_the_decode_kernel_compiles_as_written_down(op, dims, time, batch, every
     options = dataclasses.replace(options, return_final_state=True, return_states=every)
     compile_for_h200(lambda inputs: decode.apply(inputs, options, reference.recurrent.apply, False), inputs)
     now = facts("".join(capfd.readouterr()), DECODE_COUNTED)
+    assert not [kernel for kernel in now if now[kernel]["spilled bytes"]]
     name = f"{op} K{dims[0]} V{dims[1]}, decode T{time}{', every state' if every else ''}, B{batch}"
     check_report(name, now, DECODE_COUNTED)

@@ -124,7 +124,7 @@ def test_output_scan(call, v_block):
         v_new = inverse @ (v - k_in @ state)
         outputs.append(q_in @ state + a_qk @ v_new)
         state = decay[..., None] * state + k_out.mT @ v_new
-    hold(SCANNED, output=(to_chunks(output), np.stack(outputs, axis=2)), final=(final.mT, state[:, :, None]))
+    hold(SCANNED, output=(to_chunks(output), np.stack(outputs, axis=2)), final=(final[:, :, None], state[:, :, None]))
 
 
 @pytest.mark.slow
