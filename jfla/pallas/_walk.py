@@ -79,8 +79,7 @@ class Walk(NamedTuple):
     `emit(i, x)` writes the chunk's part of emits[i]: x [V, C] into rows of [B, T, HV, V], or x [V, K] into a tile of
     [B, HV, N, V, K], which comes first and passes through `Tiles.state` if there is one. `keeps_last`: whether the
     last states, of each of the `parts` of time, are wanted; `final`: of the last part, as the caller has it,
-    [B, HV, K, V]. `stops`: of so many equal stretches of time the states at
-    the start are wanted too.
+    [B, HV, K, V]. `stops`: of so many equal stretches of time the states at the start are wanted too.
     """
 
     step: Step
