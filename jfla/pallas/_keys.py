@@ -1,5 +1,6 @@
 """q, k and the decay of a chunk in shared memory, by blocks of 64 channels: loaded, gated, normalised."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +14,7 @@ from jfla.gates import NORM_EPSILON
 from jfla.pallas._gate import GateKind, log2_decay, with_resets
 from jfla.pallas._operands import Place
 from jfla.pallas._patterns import GATE_SCALE
-from jfla.pallas._tile import F16, F32, ROWS, WGMMA, index, per_column, per_row, zeros
+from jfla.pallas._tile import F16, F32, WGMMA, index, per_column, per_row, zeros
 
 BLOCK = 64  # key channels per tile
 Q, K = range(2)
@@ -90,9 +91,9 @@ class Keys(NamedTuple):
     def scale(self, which: int) -> float:
         return self.options.scale if which == Q else 1.0
 
-    def factor(self, which: int, layout: Any = ROWS) -> jax.Array:
+    def factor(self, which: int) -> jax.Array:
         """[C]: 1 / norm of each row of q or k, under qk_norm."""
-        total = sum(plgpu.load(self.norms.at[which, b], layout=layout) for b in range(self.norms.shape[1]))
+        total = functools.reduce(jnp.add, [self.norms[which, b] for b in range(self.norms.shape[1])])
         return lax.rsqrt(total + NORM_EPSILON)
 
     def unit(self, which: int, b: Any) -> jax.Array:

@@ -45,7 +45,7 @@ def index(axis: int, numbers: Any = None) -> jax.Array:
     Broadcast from one line: as an array of two dimensions every element's number would be kept in a register. The
     compiler still keeps one for every column, from chunk to chunk; what it has to read it does not.
     """
-    line = lax.iota(jnp.int32, CHUNK) if numbers is None else plgpu.load(numbers, layout=(ROWS, COLS)[axis])
+    line = lax.iota(jnp.int32, CHUNK) if numbers is None else numbers[...]
     return per_row(line, CHUNK) if axis == 0 else per_column(line, CHUNK)
 
 
@@ -60,12 +60,12 @@ def write_numbers(numbers: Any) -> None:
 
 
 def per_row(x: jax.Array, columns: int) -> jax.Array:
-    """What x is made of needs no layout of its own: it follows from this one; so in `per_column`."""
-    return plgpu.layout_cast(lax.broadcast_in_dim(x, (x.shape[0], columns), [0]), WGMMA)
+    """Without a layout of its own, as in `per_column`: it follows from what this meets, and x's from it."""
+    return lax.broadcast_in_dim(x, (x.shape[0], columns), [0])
 
 
 def per_column(x: jax.Array, rows: int) -> jax.Array:
-    return plgpu.layout_cast(lax.broadcast_in_dim(x, (rows, x.shape[0]), [1]), WGMMA)
+    return lax.broadcast_in_dim(x, (rows, x.shape[0]), [1])
 
 
 def transposed(ref: Any) -> Any:

@@ -121,7 +121,7 @@ def write_pairs(w: Worker, pairs: Pairs, wait_for_masks: Callable[[], None]) -> 
         x = dot(zeros(CHUNK, CHUNK), *[(rows.at[b], transposed(keys.k.at[b])) for b in blocks])
         if keys.options.qk_norm:
             x = x * lax.optimization_barrier(per_row(keys.factor(which), CHUNK))
-            x = x * lax.optimization_barrier(per_column(keys.factor(K, COLS), CHUNK))
+            x = x * lax.optimization_barrier(per_column(keys.factor(K), CHUNK))
         return x * pair_decay(w.known.at[BEFORE], keys.scale(which))
 
     # What is stored takes the place of what the dots have read.
