@@ -41,7 +41,7 @@ def channels(chunk: Chunk) -> tuple[jax.Array, jax.Array, jax.Array]:
 
     Where the chunk's gates allow, its pairs decay from the chunk's start, which takes one factor > 1.
     """
-    c, none = chunk.anew(3), zeros(CHUNK, BLOCK)
+    c, none = chunk.anew(9), zeros(CHUNK, BLOCK)
     dq, dk = meet_states(c, c.s.do, 0), meet_states(c, c.s.dv, 0)
     c.meet_channels()
     c = chunk.anew(4)
@@ -72,7 +72,7 @@ def channels(chunk: Chunk) -> tuple[jax.Array, jax.Array, jax.Array]:
         return dq, dk, c.keys.read(Q, c.me) * dq + c.keys.read(K, c.me) * dk
 
     dq, dk, z = lax.cond(fast, from_start, states_alone, dq, dk)
-    c = chunk.anew(6)
+    c = chunk.anew(3)
     dg = c.spread(none, 1, FIRST_PAIRS, c.split(z))
 
     c = chunk.anew(1)
