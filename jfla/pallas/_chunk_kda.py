@@ -79,6 +79,7 @@ class Chunk(NamedTuple):
 
         It would compute addresses and masks once and keep them in registers from the first stage to the last. From
         stage 5 on that is still so of tiles as the tensor cores find them, in whose addresses 14 bits count.
+        Which number is whose was tried out, until no K and V spilled a register.
         """
         here = self.zero & (1 << stage)
         keys = self.keys._replace(place=self.keys.place._replace(chunk=self.keys.place.chunk + here))

@@ -64,6 +64,8 @@ CONFIGURATIONS = [
         ((64, 128), True, 64),
         ((128, 64), True, 1),
         ((128, 256) if op == "kda" else (256, 256), False, 1),
+        ((64, 256), True, 1),
+        *([((128, 256), True, 1), ((256, 64), True, 1), ((256, 128), True, 1)] if op == "gdn" else []),
     )
 ]
 REPORT = pathlib.Path(__file__).with_name("h200_report.json")
@@ -112,9 +114,9 @@ def check_report(name: str, now: dict[str, dict[str, int]], counted: dict[str, s
 
 
 def marks(op: str, dims: tuple[int, int]) -> list[pytest.MarkDecorator]:
-    """One process for each op. CI leaves out K = 128, V = 64, and K = 64, V = 128 of KDA, for their time."""
-    slow = dims == (128, 64) or (op, dims) == ("kda", (64, 128))
-    return [pytest.mark.xdist_group(op), *([pytest.mark.slow] if slow else [])]
+    """One process for each op. CI has time for these; the others are compiled with `-m aot`."""
+    quick = {"kda": [(64, 64), (128, 128), (128, 256)], "gdn": [(64, 64), (128, 128), (64, 128), (256, 256)]}[op]
+    return [pytest.mark.xdist_group(op), *([] if dims in quick else [pytest.mark.slow])]
 
 
 @pytest.mark.aot
