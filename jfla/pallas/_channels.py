@@ -52,13 +52,13 @@ def channels(chunk: Chunk) -> tuple[jax.Array, jax.Array, jax.Array]:
 
     c = chunk.anew(5)
     before = c.exponent(1, FIRST_PAIRS)
-    fast = in_range(c, before)
+    fast, keys = in_range(c, before), c.keys.with_factors()
 
     def from_start(dq: jax.Array, dk: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         q_in, k_in, k_back = (c.scratch(n) for n in range(3))
-        q_in[...] = (c.keys.read(Q, c.me) * jnp.exp2(before)).astype(BF16)
-        k_in[...] = (c.keys.read(K, c.me) * jnp.exp2(before)).astype(BF16)
-        k_back[...] = (c.keys.read(K, c.me) * jnp.exp2(-before)).astype(BF16)
+        q_in[...] = (keys.read(Q, c.me) * jnp.exp2(before)).astype(BF16)
+        k_in[...] = (keys.read(K, c.me) * jnp.exp2(before)).astype(BF16)
+        k_back[...] = (keys.read(K, c.me) * jnp.exp2(-before)).astype(BF16)
         plgpu.commit_smem()
         w_q, w_k = c.s.weights.at[c.at(0)], c.s.weights.at[c.at(1)]
         dq, dk = dot(dq, (w_q, k_back)), dot(-dk, (w_k, k_back))
@@ -69,13 +69,13 @@ def channels(chunk: Chunk) -> tuple[jax.Array, jax.Array, jax.Array]:
 
     def states_alone(dq: jax.Array, dk: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         dq, dk = jnp.exp2(before) * dq, -jnp.exp2(before) * dk
-        return dq, dk, c.keys.read(Q, c.me) * dq + c.keys.read(K, c.me) * dk
+        return dq, dk, keys.read(Q, c.me) * dq + keys.read(K, c.me) * dk
 
     dq, dk, z = lax.cond(fast, from_start, states_alone, dq, dk)
     c = chunk.anew(3)
     dg = c.spread(none, 1, FIRST_PAIRS, c.split(z))
 
-    c = chunk.anew(1)
+    c = chunk.anew(6)
     dk_out = jnp.exp2(c.exponent(2, FIRST_PAIRS)) * meet_states(c, c.s.v_new, 2)
     dg = c.spread(dg, 2, FIRST_PAIRS, c.split(c.keys.read(K, c.me) * dk_out))
     return strong_pairs(chunk, FIRST_PAIRS + jnp.where(fast, 0, NEAR_STEPS), (dq, dk + dk_out, dg))
@@ -115,12 +115,13 @@ def strong_pairs(
         beyond = lax.cond(inside, lambda: ~in_range(c, exponents), lambda: jnp.bool_(False))
         end = jnp.where(beyond, len(KDA_STEPS), end)
         c.next(c.sums, i, end)
+        keys = c.keys.with_factors()
         exponents += jnp.where(beyond, NEVER, 0.0)  # nothing comes of this step then
         back = jnp.where(inside, jnp.where(beyond, 0.0, -1.0), 1.0) * exponents
         e[...] = jnp.exp2(exponents).astype(BF16)
-        q[...] = (c.keys.read(Q, c.me) * jnp.exp2(exponents)).astype(BF16)
-        k[...] = (c.keys.read(K, c.me) * jnp.exp2(exponents)).astype(BF16)
-        k_back[...] = (c.keys.read(K, c.me) * jnp.exp2(jnp.minimum(back, FAST_RANGE))).astype(BF16)
+        q[...] = (keys.read(Q, c.me) * jnp.exp2(exponents)).astype(BF16)
+        k[...] = (keys.read(K, c.me) * jnp.exp2(exponents)).astype(BF16)
+        k_back[...] = (keys.read(K, c.me) * jnp.exp2(jnp.minimum(back, FAST_RANGE))).astype(BF16)
         plgpu.commit_smem()
 
         # From memory: the exponents, or what comes of them, would be registers too many. Rounded, like the operands.

@@ -59,6 +59,7 @@ class Keys(NamedTuple):
     k: Any
     norms: Any
     first: Any = 0
+    factors: tuple[jax.Array, jax.Array] | None = None  # see `with_factors`
 
     def columns(self, b: Any) -> Any:
         """Where block b lies among all channels."""
@@ -91,8 +92,14 @@ class Keys(NamedTuple):
     def scale(self, which: int) -> float:
         return self.options.scale if which == Q else 1.0
 
+    def with_factors(self) -> "Keys":
+        """The same for a stage that reads q and k more than once, and takes their norms from shared memory here."""
+        return self._replace(factors=(self.factor(Q), self.factor(K))) if self.options.qk_norm else self
+
     def factor(self, which: int) -> jax.Array:
         """[C]: 1 / norm of each row of q or k, under qk_norm."""
+        if self.factors is not None:
+            return self.factors[which]
         total = functools.reduce(jnp.add, [self.norms[which, b] for b in range(self.norms.shape[1])])
         return lax.rsqrt(total + NORM_EPSILON)
 

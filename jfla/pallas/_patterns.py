@@ -14,7 +14,7 @@ import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfla._types import CHUNK
-from jfla.pallas._tile import F16, apart, dot, index, transposed, zeros
+from jfla.pallas._tile import F16, blocks_apart, dot, index, transposed, zeros
 
 # g is kept as float16 times this, and the ones as 1 / this: a decay loses 2^-12 of itself, or 2^-33 where that is more.
 GATE_SCALE = 256.0
@@ -49,9 +49,9 @@ NEAR_STEPS = 1 + LEVELS - NEAR
 
 def pairs_of(step: Any, numbers: Any = None, mirrored: bool = True) -> jax.Array:
     """[C, C]: the pairs that a step of PAIRS is about, and their mirror image; behind the last step, the diagonal."""
-    level, row, column = jnp.where(step == 0, NEAR, jnp.maximum(LEVELS - step, 0)), index(0), index(1, numbers)
-    here = apart(level, row, column) == jnp.where((step == 0) | (step > LEVELS), 0, 1)
-    return here if mirrored else here & (column <= row)
+    level = jnp.where(step == 0, NEAR, jnp.maximum(LEVELS - step, 0))
+    here = blocks_apart(jnp.where((step == 0) | (step > LEVELS), 0, 1), level, numbers)
+    return here if mirrored else here & (index(1, numbers) <= index(0))
 
 
 def stack(dtype: Any, *patterns: np.ndarray) -> jax.Array:

@@ -129,16 +129,15 @@ def pair_decay(before: Any, scale: float = 1.0) -> jax.Array:
     return jnp.exp2(jnp.minimum(between, log_scale))
 
 
-def shift(x: jax.Array, bits: Any) -> jax.Array:
-    return lax.shift_right_logical(x, jnp.broadcast_to(jnp.int32(bits), x.shape))
+def blocks_apart(apart: Any, level: Any, numbers: Any = None, zero: Any = 0) -> jax.Array:
+    """[C, C]: tokens of one block of 2^level (`apart` 0), or of the two halves of a block of 2 * 2^level (1).
 
-
-def apart(level: Any, row: jax.Array, column: jax.Array) -> jax.Array:
-    """0 for two tokens of one block of 2^level, 1 for tokens of the two halves of a block of 2 * 2^level, else more.
-
-    Shifted one by one: in a loop over levels the exclusive or of the two indices would be kept in 32 registers.
+    Lines are shifted and compared: element by element it would be three operations more for every pair.
     """
-    return shift(row, level) ^ shift(column, level)
+    line = lambda: lax.iota(jnp.int32, CHUNK)  # rows and columns are laid out differently, so not one for both
+    block = lambda line: lax.shift_right_logical(line, jnp.broadcast_to(jnp.int32(level), line.shape))
+    columns = per_column(block(line() if numbers is None else numbers[...]), CHUNK)
+    return per_row(block(line() + zero) ^ apart, CHUNK) == columns
 
 
 SQUARES = 6  # levels of doubling: blocks of 1, 2, 4 .. 32
@@ -158,8 +157,7 @@ def write_masks(masks: Any, numbers: Any, worker: Any, workers: int) -> None:
 
         @pl.when(i <= SQUARES)
         def _():
-            row, column = index(0), index(1, numbers)
-            here = (apart(jnp.maximum(i - 1, 0), row, column) == jnp.minimum(i, 1)) & (column <= row)
+            here = blocks_apart(jnp.minimum(i, 1), jnp.maximum(i - 1, 0), numbers) & (index(1, numbers) <= index(0))
             masks.at[i][...] = jnp.where(here, 1.0 + zeros(CHUNK, CHUNK), zeros(CHUNK, CHUNK)).astype(F16)
 
     plgpu.commit_smem()
@@ -186,7 +184,7 @@ class Inverse(NamedTuple):
         n = self.lower[...]
         if self.masks is not None:
             return n * plgpu.load(self.masks.at[level + 1 + self.zero], layout=WGMMA)
-        here = apart(level, index(0) + self.zero * level, index(1, self.numbers)) == 1
+        here = blocks_apart(1, level, self.numbers, self.zero * level)
         return jnp.where(here, n, zeros(CHUNK, CHUNK).astype(F16))
 
     def diagonal(self) -> jax.Array:

@@ -60,19 +60,20 @@ def weigh(c: Chunk) -> None:
 def finish(c: Chunk, out: Gradients, grads: tuple[jax.Array, jax.Array, jax.Array]) -> None:
     """What a token gives to itself; the cotangents of what the caller passed as q and k; the stores."""
     dq, dk, dg = grads
+    keys = c.keys.with_factors()
     own = per_row(c.s.own[...], BLOCK)
-    dq, dk = dq + own * c.keys.read(K, c.me), dk + own * c.keys.read(Q, c.me)
-    view = lambda ref: c.keys.view(ref, c.me)
+    dq, dk = dq + own * keys.read(K, c.me), dk + own * keys.read(Q, c.me)
+    view = lambda ref: keys.view(ref, c.me)
     view(out.dg)[...] = dg + per_column(c.s.whole[c.me], CHUNK)
     for which, dx in ((Q, dq), (K, dk)):
-        dx = dx * c.keys.scale(which)
-        if c.keys.options.qk_norm and c.all_channels:
+        dx = dx * keys.scale(which)
+        if keys.options.qk_norm and c.all_channels:
             # x = y / |y|, so dy = (dx - x (x . dx)) / |y|, and x . dx takes all channels.
-            c.s.along.at[which, c.me][...] = jnp.sum(c.keys.unit(which, c.me) * dx, axis=1)
+            c.s.along.at[which, c.me][...] = jnp.sum(keys.unit(which, c.me) * dx, axis=1)
             c.meet_channels()
-            along: Any = sum(c.s.along[which, b] for b in range(c.keys.blocks))
-            dx = dx - c.keys.unit(which, c.me) * per_row(along, BLOCK)
-            dx = dx * per_row(c.keys.factor(which), BLOCK)
+            along: Any = sum(c.s.along[which, b] for b in range(keys.blocks))
+            dx = dx - keys.unit(which, c.me) * per_row(along, BLOCK)
+            dx = dx * per_row(keys.factor(which), BLOCK)
         target = view((out.dq, out.dk)[which])
         if target.dtype == F32:
             target[...] = dx

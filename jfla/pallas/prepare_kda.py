@@ -46,7 +46,7 @@ from jfla.pallas._work import Turn, Work
 
 def operands(t: Team, out: Operands, pairs: bool) -> None:
     """q_in, k_in, k_out and the chunk's decay of this warpgroup's channels; and k_back for `pairs`."""
-    b, keys = t.me, t.keys
+    b, keys = t.me, t.keys.with_factors()
     columns = pl.ds(b * BLOCK, BLOCK)
     sums = lambda pattern: dot(zeros(CHUNK, BLOCK), (pattern, t.s.g.at[b]))
     k = keys.read(K, b)
@@ -101,7 +101,7 @@ def inside_blocks(t: Team, x: jax.Array) -> jax.Array:
 
     @t.channels
     def _():
-        b, keys = t.me, t.keys
+        b, keys = t.me, t.keys.with_factors()
         q, k_back, k = (t.s.decayed.at[t.turn.zero + n, b] for n in range(3))
         sums = dot(zeros(CHUNK, BLOCK), (t.s.pattern.at[t.turn.zero], t.s.g.at[b]))
         t.s.near.at[b][...] = jnp.min(sums, axis=1)
@@ -127,7 +127,7 @@ def halve(t: Team, i: Any, steps: Any, x: jax.Array) -> jax.Array:
 
     @t.channels
     def _():
-        b, keys = t.me, t.keys
+        b, keys = t.me, t.keys.with_factors()
         e = jnp.exp2(dot(zeros(CHUNK, BLOCK), (t.s.pattern.at[t.turn.zero], t.s.g.at[b])))
         for which in (Q, K):
             t.s.decayed.at[t.turn.zero + which, b][...] = (keys.read(which, b) * e).astype(BF16)
