@@ -6,7 +6,7 @@ bytes, g, beta, their gradients and states have 4.
     forward   q k v g beta -> o, final state (without one when packed)
     backward  q k v g beta do -> dq dk dv dg dbeta
     decode    q k v g beta S -> o S
-    scan+output  q k_in k_out v, A_qk and inverse (64 x 64 per chunk, 2 bytes) -> o, final state
+    scan+output  q_in k_in k_out of value heads (GDN: q k g) v, A_qk and inverse (64 x 64 per chunk) -> o, final state
 
 Operations, a multiply and an add counting as two. Per chunk of C = 64 tokens and value head, whole 64 x 64 tiles:
 
@@ -53,8 +53,9 @@ def cost(op: Op, name: Pass, shape: Shape) -> Cost:
     chunks, c = shape.batch * shape.value_heads * -(-shape.time // CHUNK), CHUNK
     square, through, cube = c * c * dim, c * dim * dim, c**3
     if name == "scan+output":
-        per_head = 3 * tokens * shape.value_heads * dim * 2 + chunks * 2 * c * c * 2
-        return Cost(per_head + 2 * v + state, chunks * (4 * square + 6 * through))
+        # With one decay per token q and k are read as they are.
+        keys = 3 * tokens * shape.value_heads * dim * 2 if op == "kda" else qk + tokens * shape.value_heads * 4
+        return Cost(keys + chunks * 2 * c * c * 2 + 2 * v + state, chunks * (4 * square + 6 * through))
     if name == "forward":
         return Cost(qk + 2 * v + gates + state, chunks * (8 * square + 6 * through + cube / 3))
     return Cost(2 * qk + 3 * v + 2 * gates, chunks * (26 * square + 16 * through + cube * 13 / 3))

@@ -13,4 +13,6 @@ def build(case: Case) -> Program:
         raise Refused("it has GDN alone")
     if case.timed not in ("forward", "forward+backward"):
         raise Refused(f"it has no {case.timed}")
+    if case.shape.dim != 128:
+        raise Refused("its kernels take K = V = 128")
     return torch_program(chunk_gated_delta_rule, case)
