@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfla._types import CHUNK
-from jfla.pallas._ends import Ends, Gradients
+from jfla.pallas._ends import Ends
 from jfla.pallas._keys import BLOCK, KeyOptions
 from jfla.pallas._operands import Place
 from jfla.pallas._tile import F32, ROWS, SHARED_MEMORY, number_buffer, per_row, tile_buffer
@@ -30,17 +30,7 @@ class Sources(NamedTuple):
     ends: Ends
     factors: Any  # [B, HV, N, 4, C]
     known: Any  # [B, HV, N, 1 or 3, C]
-    later: Any  # [1] int32 or None: see Within
-
-
-class Within(NamedTuple):
-    """Only of a stretch of time: there are states, dS and v_new of its chunks, and `later` [1] such stretches follow.
-
-    Everything else is of all chunks, and so is `out`, references for the results.
-    """
-
-    later: jax.Array
-    out: Gradients
+    later: Any  # a Stretch's, or None
 
 
 class Tiles(NamedTuple):

@@ -52,12 +52,16 @@ class Job(NamedTuple):
 
 
 class Promise(NamedTuple):
-    """What a job will leave: a tree, some of whose leaves are the job's results, still without values."""
+    """What a job will leave: a tree, some of whose leaves are the job's results, still without values.
+
+    A result is known by the object that describes it: no two of them may share one.
+    """
 
     job: Job
     value: Any
 
     def kept(self, arrays: Sequence[jax.Array]) -> Any:
+        assert len({id(x) for x in self.job.results}) == len(self.job.results)
         return jax.tree.map(lambda x: _swapped(x, self.job.results, arrays), self.value)
 
 

@@ -56,6 +56,16 @@ class Place(NamedTuple):
         return self.tile(ref) if len(ref.shape) == 5 else self.rows(ref, value_heads)
 
 
+class Stretch(NamedTuple):
+    """Only a stretch of time is gone through: what is made and used up meanwhile is of its chunks, all else of all.
+
+    `results`, where given: references to results of all chunks, which take those of the stretch.
+    """
+
+    later: Any  # [1] int32: as long stretches that follow in time
+    results: Any = None
+
+
 BLOCK = 64  # columns of V that one warpgroup owns
 Q_IN, K_IN, K_OUT, WHOLE = range(4)  # rows of GDN's `decay`
 

@@ -14,14 +14,13 @@ import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfla._types import CHUNK
-from jfla.pallas._tile import F16, blocks_apart, dot, index, transposed, zeros
+from jfla.pallas._tile import F16, LEVELS, blocks_apart, dot, index, transposed, zeros
 
 # g is kept as float16 times this, and the ones as 1 / this: a decay loses 2^-12 of itself, or 2^-33 where that is more.
 GATE_SCALE = 256.0
 # Sums (log2) that may be taken backwards: 2^110 leaves bfloat16 room for k, and 2^-110 for q.
 FAST_RANGE = 110.0
 
-LEVELS = 6  # halvings of a chunk
 NEAR = 4  # the level of blocks of 16
 
 _ROW, _COLUMN = np.indices((CHUNK, CHUNK))

@@ -140,22 +140,22 @@ def blocks_apart(apart: Any, level: Any, numbers: Any = None, zero: Any = 0) -> 
     return per_row(block(line() + zero) ^ apart, CHUNK) == columns
 
 
-SQUARES = 6  # levels of doubling: blocks of 1, 2, 4 .. 32
+LEVELS = 6  # halvings of a chunk: blocks of 32 .. 1
 
 
 def mask_buffer() -> Any:
     """For the masks of `Inverse`: the diagonal; then for every level the squares that join two of its blocks."""
-    return tile_buffer(1 + SQUARES, CHUNK, CHUNK, dtype=F16)
+    return tile_buffer(1 + LEVELS, CHUNK, CHUNK, dtype=F16)
 
 
 def write_masks(masks: Any, numbers: Any, worker: Any, workers: int) -> None:
     """This worker's share of the masks."""
 
-    @pl.loop(0, -(-(1 + SQUARES) // workers))
+    @pl.loop(0, -(-(1 + LEVELS) // workers))
     def _(n: Any) -> None:
         i = n * workers + worker
 
-        @pl.when(i <= SQUARES)
+        @pl.when(i <= LEVELS)
         def _():
             here = blocks_apart(jnp.minimum(i, 1), jnp.maximum(i - 1, 0), numbers) & (index(1, numbers) <= index(0))
             masks.at[i][...] = jnp.where(here, 1.0 + zeros(CHUNK, CHUNK), zeros(CHUNK, CHUNK)).astype(F16)
@@ -203,7 +203,7 @@ class Inverse(NamedTuple):
         return dot(x, (x16, self.work))
 
     def __call__(self) -> jax.Array:
-        return lax.fori_loop(1, SQUARES, self.double, self.diagonal() + self.square(0).astype(F32))
+        return lax.fori_loop(1, LEVELS, self.double, self.diagonal() + self.square(0).astype(F32))
 
 
 def write_roots(beta: Any, roots: Any) -> None:

@@ -8,7 +8,7 @@ copies, chunks ahead. Walks that do not depend on each other share one grid: alo
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -60,26 +60,16 @@ class Arrays(NamedTuple):
     values: Any  # [B, T, HV, V]
     initial: Any  # None: the walk begins from zeros
     zero: Any  # [1], a 0 that the compiler cannot know (see Turn); where registers are few
-    excerpt: Any = None  # Excerpt
-
-
-class Excerpt(NamedTuple):
-    """Only some of the chunks are walked: what is read is of all of them, what is emitted of those walked.
-
-    `initial` may hold a state for every such excerpt, side by side; or it is a reference that takes the last state too.
-    """
-
-    later: Any  # [1] int32: excerpts of this length that follow in time
-    values: Any = None  # [B, T, HV, V] of all chunks: a reference that takes the emitted values
+    stretch: Any = None  # Stretch: then `initial` is of every one, [B, HV, stretches, V, K], or takes the last state
 
 
 class Walk(NamedTuple):
     """`state = step(state, tiles, emit)` over the chunks, from the first or, in reverse, from the last.
 
     `emit(i, x)` writes the chunk's part of emits[i]: x [V, C] into rows of [B, T, HV, V], or x [V, K] into a tile of
-    [B, HV, N, V, K], which comes first and passes through `Tiles.state` if there is one. `keeps_last`: whether the
-    last states, of each of the `parts` of time, are wanted; `final`: of the last part, as the caller has it,
-    [B, HV, K, V]. `stops`: of so many equal stretches of time the states at the start are wanted too.
+    [B, HV, N, V, K], which comes first and passes through `Tiles.state` if there is one. `last`: which last states are
+    wanted, those of all `parts` of time, or that of the last as the caller has it, [B, HV, K, V]. `stops`: of so many
+    equal stretches of time the states at the start are wanted too.
     """
 
     step: Step
@@ -87,14 +77,13 @@ class Walk(NamedTuple):
     emits: tuple[jax.ShapeDtypeStruct, ...]
     reverse: bool = False
     parts: int = 1
-    keeps_last: bool = True
-    final: bool = False
+    last: Literal["of parts", "final"] | None = "of parts"
     stops: int = 0
 
     @property
     def n_chunks(self) -> int:
         """Those walked."""
-        time = self.arrays.values.shape[1] if self.arrays.excerpt is None else self.emits[-1].shape[1]
+        time = self.arrays.values.shape[1] if self.arrays.stretch is None else self.emits[-1].shape[1]
         return time // CHUNK
 
     @property
@@ -105,13 +94,13 @@ class Walk(NamedTuple):
 
     @property
     def results(self) -> list[jax.ShapeDtypeStruct | None]:
-        """What is emitted, the states at stops, the last ones; None where an excerpt's references take them."""
-        emits, excerpt = list[Any](self.emits), self.arrays.excerpt
-        if excerpt is not None and excerpt.values is not None:
+        """What is emitted, the states at stops, the last ones; None where references take them."""
+        emits, stretch = list[Any](self.emits), self.arrays.stretch
+        if stretch is not None and stretch.results is not None:
             emits[-1] = None
         batch, heads, _, value_dim, key_dim = self.last_states
-        shape = (batch, heads, key_dim, value_dim) if self.final else self.last_states
-        last = jax.ShapeDtypeStruct(shape, F32) if self.keeps_last and excerpt is None else None
+        shape = (batch, heads, key_dim, value_dim) if self.last == "final" else self.last_states
+        last = jax.ShapeDtypeStruct(shape, F32) if self.last and stretch is None else None
         shape = batch, heads, self.stops, value_dim, key_dim
         stops = jax.ShapeDtypeStruct(shape, F32) if self.stops else None
         return [*emits, stops, last]
@@ -224,12 +213,12 @@ class Program(NamedTuple):
     def state_at(self, worker: Any) -> tuple[Any, ...]:
         """Where this program's first and last states lie."""
         spot, part = self.spot, self.spot.part
-        if self.here.excerpt is not None:
+        if self.here.stretch is not None:
             part = lax.rem(lax.div(self.offset, jnp.int32(self.walk.n_chunks)), jnp.int32(self.here.initial.shape[2]))
         return spot.sequence, spot.head, part, self.columns(worker)
 
     def write_last(self, state: jax.Array, worker: Any) -> None:
-        if not self.walk.final:
+        if self.walk.last != "final":
             self.last.at[self.state_at(worker)][...] = state
             return
 
@@ -328,11 +317,11 @@ def walk(walks: tuple[Walk, ...], *, config: WalkConfig, name: str) -> Promise:
 
         def go(i: int) -> None:
             *emits, stops, last = outs[i]
-            excerpt, offset = here[i].excerpt, 0
-            if excerpt is not None:
-                offset = walks[i].arrays.values.shape[1] // CHUNK - (excerpt.later[0] + 1) * walks[i].n_chunks
-                emits = [excerpt.values if x is None else x for x in emits]
-                last = here[i].initial if walks[i].keeps_last else None
+            stretch, offset = here[i].stretch, 0
+            if stretch is not None:
+                offset = walks[i].arrays.values.shape[1] // CHUNK - (stretch.later[0] + 1) * walks[i].n_chunks
+                emits = [stretch.results if x is None else x for x in emits]
+                last = here[i].initial if walks[i].last else None
             full, empty = barriers[2 * i : 2 * i + 2]
             in_memory = here[i], emits, stops, last, offset
             at_work = Program(walks[i], config, spot, handover, *in_memory, Arrays(*tiles), staging, state, full, empty)

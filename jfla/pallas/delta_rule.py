@@ -28,13 +28,13 @@ from jfla.pallas._ends import Ends, Gradients
 from jfla.pallas._jobs import Promise, beside, run
 from jfla.pallas._keys import KeyOptions
 from jfla.pallas._launch import interpreted
-from jfla.pallas._operands import Operands, Pairs
+from jfla.pallas._operands import Operands, Pairs, Stretch
 from jfla.pallas._tile import BF16, F32
-from jfla.pallas.gradients_gdn import Within, gradients_gdn, over_parts, result_shapes
+from jfla.pallas.gradients_gdn import gradients_gdn, over_parts, result_shapes
 from jfla.pallas.gradients_kda import gradients_kda
 from jfla.pallas.prepare_gdn import prepare_gdn
 from jfla.pallas.prepare_kda import prepare_kda
-from jfla.pallas.scan import Kept, Stretch, backward_scans, output_scan, split_ends, split_states
+from jfla.pallas.scan import Kept, backward_scans, output_scan, split_ends, split_states
 
 
 class Prepared(NamedTuple):
@@ -144,7 +144,7 @@ def in_stretches(
     """Scans and gradients of GDN, stretch of time by stretch from the last: states of one only are ever in memory."""
     batch, heads, n_chunks, value_dim, key_dim = x.dims
     count, config = stops.shape[2], _config.scan_config(key_dim, value_dim, batch * heads)
-    length, programs = n_chunks // count, _config.MULTIPROCESSORS
+    programs = _config.MULTIPROCESSORS
 
     def fill(refs: Any) -> None:
         grads, dv, d_state = refs
@@ -153,11 +153,11 @@ def in_stretches(
             later = jnp.reshape(i, 1)
             with jax.named_scope("jfla_backward_scans"):
                 states, v_new, dends, *_ = backward_scans(
-                    op, pairs, x.v, do, (stops, d_state), config, keeps_first=True, stretch=Stretch(later, length, dv)
+                    op, pairs, x.v, do, (stops, d_state), config, keeps_first=True, stretch=Stretch(later, dv)
                 )
             with jax.named_scope("jfla_chunk_gradients"):
                 ends = Ends(states, dends, v_new, do, dv)
-                gradients_gdn(op, known, ends, options, programs, dtype, Within(later, grads))
+                gradients_gdn(op, known, ends, options, programs, dtype, Stretch(later, grads))
 
         lax.fori_loop(0, count, stretch, None)
 

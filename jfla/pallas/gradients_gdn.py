@@ -34,14 +34,13 @@ from jfla.pallas._chunk_gdn import (
     Shape,
     Sources,
     Tiles,
-    Within,
     barriers,
     buffers,
 )
 from jfla.pallas._ends import PART, Ends, Gradients
 from jfla.pallas._keys import BLOCK, K, KeyOptions, Q
 from jfla.pallas._launch import launch
-from jfla.pallas._operands import K_IN, K_OUT, Q_IN, WHOLE, Operands
+from jfla.pallas._operands import K_IN, K_OUT, Q_IN, WHOLE, Operands, Stretch
 from jfla.pallas._tile import (
     BF16,
     COLS,
@@ -208,15 +207,15 @@ def gradients_gdn(
     options: KeyOptions,
     programs: int,
     out_dtype: Any,
-    within: Within | None = None,
+    stretch: Stretch | None = None,
 ) -> Gradients:
-    """`op`, `known`: prepare_gdn's. The results are the references of `within`, where there is one."""
+    """`op`, `known`: prepare_gdn's. Of a stretch of time the results are its references."""
     batch, heads, n_chunks, value_dim, key_dim = ends.states.shape
     blocks, parts = min(key_dim, PART) // BLOCK, _parts(key_dim)
     stages, tiles = buffers(blocks, known.shape[3])
     shape = Shape(heads, blocks, parts, value_dim // BLOCK, stages, options)
     work = Work(batch, heads * parts, n_chunks, workers=1, programs=programs)
-    later = None if within is None else within.later
+    later, kept = (None, None) if stretch is None else stretch
     sources, structure = jax.tree.flatten(Sources(op.q_in, op.k_in, ends, op.decay, known, later))
 
     def kernel(*refs: Any) -> None:
@@ -246,12 +245,12 @@ def gradients_gdn(
     shapes = result_shapes((*ends.v_new.shape[:3], key_dim), n_chunks, options, out_dtype)
     out = launch(
         kernel,
-        (*sources, jnp.zeros(1, jnp.int32), *(within.out if within else ())),
-        out_type=() if within else tuple(shapes),
+        (*sources, jnp.zeros(1, jnp.int32), *(kept or ())),
+        out_type=() if kept else tuple(shapes),
         grid={"program": work.used},
         warpgroups=COMPUTING + 1,
         buffers=tiles,
         barriers=barriers(blocks, stages),
         name="jfla_gradients_gdn",
     )
-    return within.out if within else Gradients(*out)
+    return kept or Gradients(*out)

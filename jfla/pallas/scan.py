@@ -18,22 +18,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfla._types import CHUNK
 from jfla.pallas._jobs import Promise, run
-from jfla.pallas._operands import K_IN, K_OUT, Q_IN, Operands, Pairs, times
+from jfla.pallas._operands import K_IN, K_OUT, Q_IN, Operands, Pairs, Stretch, times
 from jfla.pallas._tile import BF16, F32, dots, dots_while, load, transposed, zeros
-from jfla.pallas._walk import Emit, Excerpt, Tiles, Walk, WalkConfig, arrays, walk
-
-
-class Stretch(NamedTuple):
-    """`n_chunks` of a sequence, which `later` [1] such stretches follow to its end.
-
-    The states before time are then those before every stretch, [B, HV, stretches, V, K], the cotangent after it a
-    reference, which takes the one before; and `dv` is a reference to that of all chunks.
-    """
-
-    later: jax.Array
-    n_chunks: int
-    dv: Any
-
+from jfla.pallas._walk import Emit, Tiles, Walk, WalkConfig, arrays, walk
 
 BothEnds = tuple[Any, Any]  # the states before time, the cotangents after it, or a reference to them; None is 0
 
@@ -89,7 +76,8 @@ def output_scan(
         return state
 
     reads, emits = arrays(op, v, initial, *pairs), (jax.ShapeDtypeStruct(v.shape, BF16),)
-    alone = Walk(step, reads, emits, parts=_parts(initial), keeps_last=kept.last, final=True, stops=kept.stops)
+    last = "final" if kept.last else None
+    alone = Walk(step, reads, emits, parts=_parts(initial), last=last, stops=kept.stops)
     promise = walk((alone,), config=config, name="jfla_output_scan")
     return promise._replace(value=tuple(promise.value[0]))
 
@@ -99,14 +87,14 @@ def _parts(initial: Any) -> int:
 
 
 def states_walk(
-    op: Operands, pairs: Pairs, v: jax.Array, initial: jax.Array | None, stretch: Stretch | None = None
+    op: Operands, pairs: Pairs, v: jax.Array, initial: jax.Array | None, n_chunks: int, stretch: Stretch | None
 ) -> Walk:
     """S^T at each chunk's start [B, HV, N, V, K] and v_new [B, T, HV, V]: what the backward reads of the forward."""
-    reads, emits = arrays(op, v, initial, None, pairs.inverse, queries=False), _states_and_values(op, v, stretch)
+    reads, parts = arrays(op, v, initial, None, pairs.inverse, queries=False), _parts(initial)
     if stretch is not None:
-        reads = reads._replace(excerpt=Excerpt(stretch.later))
-    advance = lambda state, x, emit: _advance(state, x, emit)
-    return Walk(advance, reads, emits, parts=_parts(initial) if stretch is None else 1, keeps_last=False)
+        reads, parts = reads._replace(stretch=stretch._replace(results=None)), 1
+    emits = _states_and_values(op, v, n_chunks)
+    return Walk(lambda state, x, emit: _advance(state, x, emit), reads, emits, parts=parts, last=None)
 
 
 def _advance(state: jax.Array, x: Tiles, emit: Emit | None, writing: bool = True) -> jax.Array:
@@ -129,19 +117,12 @@ def _advance(state: jax.Array, x: Tiles, emit: Emit | None, writing: bool = True
 
 
 def adjoints_walk(
-    op: Operands,
-    pairs: Pairs,
-    do: jax.Array,
-    dfinal: Any,
-    keeps_first: bool,
-    stretch: Stretch | None = None,
+    op: Operands, pairs: Pairs, do: jax.Array, dfinal: Any, n_chunks: int, keeps_first: bool, stretch: Stretch | None
 ) -> Walk:
     """dS^T at each chunk's end [B, HV, N, V, K], dv [B, T, HV, V], and dS^T before the first chunk [B, HV, P, V, K]."""
-    reads, emits = arrays(op, do, dfinal, *pairs), _states_and_values(op, do, stretch)
-    if stretch is not None:
-        reads = reads._replace(excerpt=Excerpt(stretch.later, stretch.dv))
-    retreat = lambda dstate, x, emit: _retreat(dstate, x, emit)
-    return Walk(retreat, reads, emits, reverse=True, parts=_parts(dfinal), keeps_last=keeps_first)
+    reads, emits = arrays(op, do, dfinal, *pairs)._replace(stretch=stretch), _states_and_values(op, do, n_chunks)
+    last, retreat = "of parts" if keeps_first else None, lambda dstate, x, emit: _retreat(dstate, x, emit)
+    return Walk(retreat, reads, emits, reverse=True, parts=_parts(dfinal), last=last)
 
 
 def _retreat(dstate: jax.Array, x: Tiles, emit: Emit | None) -> jax.Array:
@@ -174,19 +155,21 @@ def backward_scans(
     keeps_first: bool,
     stretch: Stretch | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
-    """States and v_new, dS and dv, and dS before the first chunk, if it is kept; None for a stretch's references."""
+    """States and v_new, dS and dv, and dS before the first chunk, if it is kept; None for a stretch's references.
+
+    The states before time are then those before every stretch, [B, HV, stretches, V, K], the cotangent after it a
+    reference, which takes the one before; and the stretch's results are dv.
+    """
     initial, dfinal = ends
-    back = adjoints_walk(op, pairs, do, dfinal, keeps_first, stretch)
-    walks = back, states_walk(op, pairs, v, initial, stretch)
+    n_chunks = v.shape[1] // CHUNK // (1 if stretch is None else initial.shape[2])
+    back = adjoints_walk(op, pairs, do, dfinal, n_chunks, keeps_first, stretch)
+    walks = back, states_walk(op, pairs, v, initial, n_chunks, stretch)
     (dends, dv, _, dfirst), (states, v_new, *_) = run(walk(walks, config=config, name="jfla_backward_scans"))
     return states, v_new, dends, dv, dfirst
 
 
-def _states_and_values(
-    op: Operands, v: jax.Array, stretch: Stretch | None
-) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    batch, time, heads, value_dim = v.shape
-    n_chunks = time // CHUNK if stretch is None else stretch.n_chunks
+def _states_and_values(op: Operands, v: jax.Array, n_chunks: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    batch, _, heads, value_dim = v.shape
     states = jax.ShapeDtypeStruct((batch, heads, n_chunks, value_dim, op.k_in.shape[-1]), BF16)
     return states, jax.ShapeDtypeStruct((batch, n_chunks * CHUNK, heads, value_dim), BF16)
 
