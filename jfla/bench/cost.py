@@ -41,6 +41,8 @@ def cost(op: Op, name: Pass, shape: Shape) -> Cost:
 
     >>> cost("gdn", "decode", Shape(1, 1, 1)).flops
     114688.0
+    >>> [cost(op, "scan+output", Shape(1, 64, 1)).bytes for op in ("kda", "gdn")]
+    [163840, 147712]
     """
     if name == "forward+backward":
         return cost(op, "forward", shape) + cost(op, "backward", shape)

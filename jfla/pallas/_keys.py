@@ -93,7 +93,7 @@ class Keys(NamedTuple):
         return self.options.scale if which == Q else 1.0
 
     def with_factors(self) -> "Keys":
-        """The same for a stage that reads q and k more than once, and takes their norms from shared memory here."""
+        """The same for a stage that takes the norms from shared memory here, once, however often it reads q and k."""
         return self._replace(factors=(self.factor(Q), self.factor(K))) if self.options.qk_norm else self
 
     def factor(self, which: int) -> jax.Array:

@@ -132,7 +132,8 @@ def pair_decay(before: Any, scale: float = 1.0) -> jax.Array:
 def blocks_apart(apart: Any, level: Any, numbers: Any = None, zero: Any = 0) -> jax.Array:
     """[C, C]: tokens of one block of 2^level (`apart` 0), or of the two halves of a block of 2 * 2^level (1).
 
-    Lines are shifted and compared: element by element it would be three operations more for every pair.
+    Lines are shifted and compared: element by element it would be three operations more for every pair. `zero`: a 0,
+    see Turn.
     """
     line = lambda: lax.iota(jnp.int32, CHUNK)  # rows and columns are laid out differently, so not one for both
     block = lambda line: lax.shift_right_logical(line, jnp.broadcast_to(jnp.int32(level), line.shape))

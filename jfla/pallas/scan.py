@@ -93,8 +93,7 @@ def states_walk(
     reads, parts = arrays(op, v, initial, None, pairs.inverse, queries=False), _parts(initial)
     if stretch is not None:
         reads, parts = reads._replace(stretch=stretch._replace(results=None)), 1
-    emits = _states_and_values(op, v, n_chunks)
-    return Walk(lambda state, x, emit: _advance(state, x, emit), reads, emits, parts=parts, last=None)
+    return Walk(_advance, reads, _states_and_values(op, v, n_chunks), parts=parts, last=None)
 
 
 def _advance(state: jax.Array, x: Tiles, emit: Emit | None, writing: bool = True) -> jax.Array:
@@ -121,8 +120,8 @@ def adjoints_walk(
 ) -> Walk:
     """dS^T at each chunk's end [B, HV, N, V, K], dv [B, T, HV, V], and dS^T before the first chunk [B, HV, P, V, K]."""
     reads, emits = arrays(op, do, dfinal, *pairs)._replace(stretch=stretch), _states_and_values(op, do, n_chunks)
-    last, retreat = "of parts" if keeps_first else None, lambda dstate, x, emit: _retreat(dstate, x, emit)
-    return Walk(retreat, reads, emits, reverse=True, parts=_parts(dfinal), last=last)
+    last = "of parts" if keeps_first else None
+    return Walk(_retreat, reads, emits, reverse=True, parts=_parts(dfinal), last=last)
 
 
 def _retreat(dstate: jax.Array, x: Tiles, emit: Emit | None) -> jax.Array:
