@@ -54,14 +54,19 @@ def launch(
 ) -> Any:
     """Runs `kernel(*argument_refs, *output_refs, (buffers, *barriers))` on every point of `grid`, axis by axis name.
 
+    An argument that is there twice is handed to the GPU once: what describes its copies takes long to compile.
     A buffer may be None: the kernel then gets None in its place. An argument may be a mutable array (`jax.Ref`), which
     the kernel may write. The warpgroup's number is the axis "wg". Without `auto_barriers` the threads of a warpgroup
     wait for each other only where the kernel says so. `detect_races`: in interpret mode, which then knows nothing of
     programs that wait for each other.
     """
 
+    distinct = list({id(x): x for x in arguments}.values())
+    numbers = {id(x): number for number, x in enumerate(distinct)}
+
     def entry(*refs: Any) -> None:
-        scoped(lambda scratch: kernel(*refs, scratch), buffers, barriers)
+        ins = (refs[numbers[id(x)]] for x in arguments)
+        scoped(lambda scratch: kernel(*ins, *refs[len(distinct) :], scratch), buffers, barriers)
 
     extra: dict[str, Any] = {"interpret": plgpu.InterpretGPUParams(detect_races=detect_races)} if interpreting() else {}
     run = plgpu.kernel(
@@ -75,7 +80,7 @@ def launch(
         kernel_name=name,
         **extra,
     )
-    return jax.custom_batching.sequential_vmap(run)(*arguments)  # a kernel has no batching rule
+    return jax.custom_batching.sequential_vmap(run)(*distinct)  # a kernel has no batching rule
 
 
 def scoped(body: Callable[[tuple[Any, ...]], None], buffers: tuple[Any, ...], barriers: tuple[Any, ...]) -> None:

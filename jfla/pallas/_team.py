@@ -22,12 +22,11 @@ STRONG = (*_patterns.PAIRS, np.zeros((CHUNK, CHUNK), bool))  # last a token with
 
 
 class PrepareArrays(NamedTuple):
-    """What the kernel reads. beta: [B, HV, N, 1, C], unless the pairs are known; START and STRONG."""
+    """What the kernel reads. beta: [B, HV, N, 1, C], unless the pairs are known; START, and with a beta STRONG."""
 
     keys: KeyArrays
     beta: Any
-    starts: Any
-    strong: Any
+    patterns: Any
 
 
 class Tiles(NamedTuple):
@@ -136,7 +135,8 @@ class Team(NamedTuple):
             plgpu.copy_gmem_to_smem(resets, self.s.resets.at[slot, b], barrier)
 
     def fetch_pattern(self, i: Any) -> None:
-        plgpu.copy_gmem_to_smem(self.arrays.strong.at[i], self.s.pattern.at[self.turn.zero], self.barriers.pattern)
+        source, target = self.arrays.patterns.at[len(START) + i], self.s.pattern.at[self.turn.zero]
+        plgpu.copy_gmem_to_smem(source, target, self.barriers.pattern)
 
     def fetch_again(self) -> None:
         """q and k of this warpgroup's channels, in whose place is what was made of them; and the first pattern."""

@@ -276,12 +276,11 @@ class Program(NamedTuple):
         """What the warpgroup that issues copies does."""
         plgpu.set_max_registers(40 if self.state is None else 80, action="decrease")
         length, stages = self.chunks[1], self.config.stages
-        for i in range(stages):
 
-            @pl.when(i < length)
-            def _(i=i):
-                self.handover.wait(self.place(i))
-                self.issue(i, i)
+        @pl.loop(0, jnp.minimum(length, stages))
+        def _(i):
+            self.handover.wait(self.place(i))
+            self.issue(i, i)
 
         @pl.loop(0, length - stages)
         def _(i):

@@ -90,8 +90,9 @@ def load_chunk(c: Chunk) -> None:
     channels = lambda body: pl.when(me < keys.blocks)(body)
 
     def fetch_values(*pairs: tuple[Any, Any]) -> None:
-        for source, target in pairs:
-            for n in range(c.value_blocks):
+        @pl.loop(0, c.value_blocks)
+        def _(n: Any) -> None:
+            for source, target in pairs:
                 view = place.rows(source, keys.value_heads, pl.ds(n * BLOCK, BLOCK))
                 plgpu.copy_gmem_to_smem(view, target.at[n], at.values)
 
@@ -115,8 +116,10 @@ def load_chunk(c: Chunk) -> None:
     @channels
     def _():
         c.adjoints.fetch(0)
-        for first, source in ((0, x.ends.states), (2, x.ends.dends)):
-            for n in range(c.value_blocks):
+
+        @pl.loop(0, c.value_blocks)
+        def _(n: Any) -> None:
+            for first, source in ((0, x.ends.states), (2, x.ends.dends)):
                 plgpu.copy_gmem_to_smem(c.state_source(source, n), c.state(first + n), at.states)
 
     @channels

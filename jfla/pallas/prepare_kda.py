@@ -212,8 +212,8 @@ def prepare_kda(x: KeyArrays, beta: jax.Array | None, heads: int, options: KeyOp
     n_chunks, blocks = padded // CHUNK, key_dim // BLOCK
     work = Work(batch, heads, n_chunks, workers=1, programs=programs)
     with_pairs = beta is not None
-    start, strong = (_patterns.stack(F16, *patterns) for patterns in (START, STRONG))
-    sources, structure = jax.tree.flatten(PrepareArrays(x, beta, start, strong))
+    patterns = _patterns.stack(F16, *START, *(STRONG if with_pairs else ()))
+    sources, structure = jax.tree.flatten(PrepareArrays(x, beta, patterns))
 
     def body(refs: list[Any], scratch: Any, program: Any, handover: Handover) -> None:
         arrays: PrepareArrays = structure.unflatten(refs[: len(sources)])
@@ -243,7 +243,7 @@ def prepare_kda(x: KeyArrays, beta: jax.Array | None, heads: int, options: KeyOp
             @pl.when(me == 0)
             def _():
                 for i in range(len(START)):
-                    plgpu.copy_gmem_to_smem(arrays.starts.at[i], s.starts.at[i], at.started)
+                    plgpu.copy_gmem_to_smem(arrays.patterns.at[i], s.starts.at[i], at.started)
 
             plgpu.barrier_wait(at.started)
             work.each_chunk(lambda turn: share_chunk(team(turn), out, pairs), program, 0, zero_g)
