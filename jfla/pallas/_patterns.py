@@ -11,10 +11,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfla._types import CHUNK
-from jfla.pallas._tile import F16, LEVELS, blocks_apart, dot, index, transposed, zeros
+from jfla.pallas._tile import F16, LEVELS, block_of, blocks_apart, dot, per_column, per_row, transposed, zeros
 
 # g is kept as float16 times this, and the ones as 1 / this: a decay loses 2^-12 of itself, or 2^-33 where that is more.
 GATE_SCALE = 256.0
@@ -46,11 +47,25 @@ PAIRS = (within(NEAR), *map(stretch, reversed(range(LEVELS))))
 NEAR_STEPS = 1 + LEVELS - NEAR
 
 
-def pairs_of(step: Any, numbers: Any = None, mirrored: bool = True) -> jax.Array:
+def pairs_of(step: Any) -> jax.Array:
     """[C, C]: the pairs that a step of PAIRS is about, and their mirror image; behind the last step, the diagonal."""
-    level = jnp.where(step == 0, NEAR, jnp.maximum(LEVELS - step, 0))
-    here = blocks_apart(jnp.where((step == 0) | (step > LEVELS), 0, 1), level, numbers)
-    return here if mirrored else here & (index(1, numbers) <= index(0))
+    return blocks_apart(*_apart(step))
+
+
+def rows_of(step: Any, chosen: jax.Array, numbers: Any) -> jax.Array:
+    """The same in the `chosen` [C] rows, without the mirror image; of step 0 with it.
+
+    What is true of rows is asked of the line of them: element by element it would be an operation more for every pair.
+    """
+    apart, level = _apart(step)
+    row = block_of(lax.iota(jnp.int32, CHUNK), level)
+    row = jnp.where(chosen & (row & apart == apart), row ^ apart, -1)
+    return per_row(row, CHUNK) == per_column(block_of(numbers[...], level), CHUNK)
+
+
+def _apart(step: Any) -> tuple[jax.Array, jax.Array]:
+    """`apart` and `level` of `blocks_apart`."""
+    return jnp.where((step == 0) | (step > LEVELS), 0, 1), jnp.where(step == 0, NEAR, jnp.maximum(LEVELS - step, 0))
 
 
 def stack(dtype: Any, *patterns: np.ndarray) -> jax.Array:

@@ -136,9 +136,13 @@ def blocks_apart(apart: Any, level: Any, numbers: Any = None, zero: Any = 0) -> 
     see Turn.
     """
     line = lambda: lax.iota(jnp.int32, CHUNK)  # rows and columns are laid out differently, so not one for both
-    block = lambda line: lax.shift_right_logical(line, jnp.broadcast_to(jnp.int32(level), line.shape))
-    columns = per_column(block(line() if numbers is None else numbers[...]), CHUNK)
-    return per_row(block(line() + zero) ^ apart, CHUNK) == columns
+    columns = per_column(block_of(line() if numbers is None else numbers[...], level), CHUNK)
+    return per_row(block_of(line() + zero, level) ^ apart, CHUNK) == columns
+
+
+def block_of(line: jax.Array, level: Any) -> jax.Array:
+    """The block of 2^level tokens that each token is in."""
+    return lax.shift_right_logical(line, jnp.broadcast_to(jnp.int32(level), line.shape))
 
 
 LEVELS = 6  # halvings of a chunk: blocks of 32 .. 1

@@ -23,7 +23,7 @@ from jfla.pallas import _patterns
 from jfla.pallas._jobs import Handover, Job, Promise
 from jfla.pallas._keys import BLOCK, K, KeyArrays, KeyOptions, Keys, Q
 from jfla.pallas._operands import Operands, Pairs
-from jfla.pallas._patterns import FAST_RANGE, NEAR_STEPS, pairs_of
+from jfla.pallas._patterns import FAST_RANGE, NEAR_STEPS, rows_of
 from jfla.pallas._team import START, STRONG, Barriers, PrepareArrays, Team, Tiles, barriers, buffers
 from jfla.pallas._tile import (
     BF16,
@@ -34,7 +34,6 @@ from jfla.pallas._tile import (
     dot,
     index,
     load,
-    per_row,
     transposed,
     write_inverse,
     write_lower,
@@ -81,9 +80,9 @@ def too_strong(t: Team, lowest: Any) -> Any:
 
 
 def strong_rows(t: Team, lowest: Any) -> jax.Array:
-    """[C, C]: the rows for which they are."""
+    """[C]: the rows for which they are."""
     lowest = [x[...] for x in t.all(lowest)]
-    return per_row(lowest[0] if len(lowest) == 1 else jnp.minimum(*lowest), CHUNK) <= -FAST_RANGE
+    return (lowest[0] if len(lowest) == 1 else jnp.minimum(*lowest)) <= -FAST_RANGE
 
 
 def strong_dots(t: Team, x: jax.Array) -> jax.Array:
@@ -113,7 +112,7 @@ def inside_blocks(t: Team, x: jax.Array) -> jax.Array:
     t.meet()
     pl.when(t.me == 1)(lambda: t.fetch_pattern(1))
     new = t.products(t.s.decayed.at[2 * t.me], t.columns)
-    here = pairs_of(0, t.numbers, mirrored=False) & strong_rows(t, t.s.lowest)
+    here = rows_of(0, strong_rows(t, t.s.lowest), t.numbers) & (index(1, t.numbers) <= index(0))
     t.meet()
     return jnp.where(here, new, x)
 
@@ -135,8 +134,7 @@ def halve(t: Team, i: Any, steps: Any, x: jax.Array) -> jax.Array:
     t.meet()
     pl.when((t.me == 1) & (i + 1 < steps))(lambda: t.fetch_pattern(i + 1))
     new = t.products(t.s.decayed.at[t.me], t.columns)
-    here = pairs_of(i, t.numbers, mirrored=False) & strong_rows(t, t.s.lowest)
-    here = here & ((i < NEAR_STEPS) | strong_rows(t, t.s.near))
+    here = rows_of(i, strong_rows(t, t.s.lowest) & ((i < NEAR_STEPS) | strong_rows(t, t.s.near)), t.numbers)
     t.meet()
     return jnp.where(here, new, x)
 
