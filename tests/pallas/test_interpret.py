@@ -10,6 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import jfla
 from jfla.pallas import _config, _jobs, _patterns
+from jfla.pallas._launch import launch
 from jfla.pallas._walk import WalkConfig
 from pallas.kernels import TOLERANCE, Call, check, inputs, results
 
@@ -31,6 +32,19 @@ def test_values_and_gradients(call, monkeypatch):
         monkeypatch.setattr(_config, "MULTIPROCESSORS", 1)  # one program takes several chunks, and all of V
     with jfla.pallas.interpret():
         check(call, implementation="pallas")
+
+
+def test_an_array_that_a_kernel_is_given_twice_goes_in_once():
+    def kernel(a: Any, b: Any, c: Any, out: Any, _: Any) -> None:
+        out[...] = a[...] + 2 * b[...] + 4 * c[...]
+
+    x, y = (jax.random.normal(jax.random.key(seed), (64,)) for seed in range(2))
+    shape, once = jax.ShapeDtypeStruct(x.shape, x.dtype), {"n": 1}
+    run = lambda x, y: launch(kernel, (x, y, x), out_type=shape, grid=once, warpgroups=1, name="sum_of_three")
+    with jfla.pallas.interpret():
+        (call,) = jax.make_jaxpr(run)(x, y).eqns
+        assert len(call.invars) == 2
+        np.testing.assert_allclose(run(x, y), 5 * x + 2 * y, rtol=1e-6)
 
 
 @pytest.mark.parametrize("op", ["kda", "gdn"])
