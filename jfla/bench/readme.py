@@ -117,9 +117,9 @@ def _caption(results: Results, link: str) -> str:
     return (
         f"One {results.device}, {results.date}, commit {results.commit}; {packages}. bfloat16. Medians in ms; "
         '"backward" is forward and backward minus forward. "copy" and "matmul" say how near the forward comes to this '
-        f"GPU's copy ({c.copy_tb_per_s:.2f} TB/s) and matrix product ({c.matmul_tflop_per_s:.0f} TFLOP/s), measured in "
-        "the same run, for the bytes and operations in [cost.py](jfla/bench/cost.py). Errors are those of the timed "
-        f"calls against the float64 recurrence, on {results.checked}. "
+        f"GPU's copy ({c.copy_tb_per_s:.2f} TB/s) and matrix product ({c.matmul_tflop_per_s:.0f} TFLOP/s), the best "
+        "measured in the same runs, for the bytes and operations in [cost.py](jfla/bench/cost.py). Errors are those of "
+        f"the timed calls against the float64 recurrence, on {results.checked}. "
         f"All rows, with spread, memory and compile times: [{link}]({link})."
     )
 

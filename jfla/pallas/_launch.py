@@ -54,7 +54,7 @@ def launch(
 ) -> Any:
     """Runs `kernel(*argument_refs, *output_refs, (buffers, *barriers))` on every point of `grid`, axis by axis name.
 
-    An argument that is there twice is handed to the GPU once: what describes its copies takes long to compile.
+    An argument that is there twice goes in once: to describe one to the copy engine takes long to compile.
     A buffer may be None: the kernel then gets None in its place. An argument may be a mutable array (`jax.Ref`), which
     the kernel may write. The warpgroup's number is the axis "wg". Without `auto_barriers` the threads of a warpgroup
     wait for each other only where the kernel says so. `detect_races`: in interpret mode, which then knows nothing of
@@ -65,7 +65,7 @@ def launch(
     numbers = {id(x): number for number, x in enumerate(distinct)}
 
     def entry(*refs: Any) -> None:
-        ins = (refs[numbers[id(x)]] for x in arguments)
+        ins = [refs[numbers[id(x)]] for x in arguments]
         scoped(lambda scratch: kernel(*ins, *refs[len(distinct) :], scratch), buffers, barriers)
 
     extra: dict[str, Any] = {"interpret": plgpu.InterpretGPUParams(detect_races=detect_races)} if interpreting() else {}

@@ -52,7 +52,7 @@ def pairs_of(step: Any) -> jax.Array:
     return blocks_apart(*_apart(step))
 
 
-def rows_of(step: Any, chosen: jax.Array, numbers: Any) -> jax.Array:
+def pairs_in_rows(step: Any, chosen: jax.Array, numbers: Any) -> jax.Array:
     """[C, C]: of `pairs_of` those in the `chosen` [C] rows, without the mirror image; of step 0 with it.
 
     What is true of rows is asked of the line of them: element by element it would be an operation more for every pair.

@@ -22,11 +22,11 @@ STRONG = (*_patterns.PAIRS, np.zeros((CHUNK, CHUNK), bool))  # last a token with
 
 
 class PrepareArrays(NamedTuple):
-    """What the kernel reads. beta: [B, HV, N, 1, C], unless the pairs are known; START, and with a beta STRONG."""
+    """What the kernel reads."""
 
     keys: KeyArrays
-    beta: Any
-    patterns: Any
+    beta: Any  # [B, HV, N, 1, C], or None where the pairs are known
+    patterns: Any  # START; and STRONG, for the pairs
 
 
 class Tiles(NamedTuple):

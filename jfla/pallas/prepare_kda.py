@@ -23,7 +23,7 @@ from jfla.pallas import _patterns
 from jfla.pallas._jobs import Handover, Job, Promise
 from jfla.pallas._keys import BLOCK, K, KeyArrays, KeyOptions, Keys, Q
 from jfla.pallas._operands import Operands, Pairs
-from jfla.pallas._patterns import FAST_RANGE, NEAR_STEPS, rows_of
+from jfla.pallas._patterns import FAST_RANGE, NEAR_STEPS, pairs_in_rows
 from jfla.pallas._team import START, STRONG, Barriers, PrepareArrays, Team, Tiles, barriers, buffers
 from jfla.pallas._tile import (
     BF16,
@@ -112,7 +112,7 @@ def inside_blocks(t: Team, x: jax.Array) -> jax.Array:
     t.meet()
     pl.when(t.me == 1)(lambda: t.fetch_pattern(1))
     new = t.products(t.s.decayed.at[2 * t.me], t.columns)
-    here = rows_of(0, strong_rows(t, t.s.lowest), t.numbers) & (index(1, t.numbers) <= index(0))
+    here = pairs_in_rows(0, strong_rows(t, t.s.lowest), t.numbers) & (index(1, t.numbers) <= index(0))
     t.meet()
     return jnp.where(here, new, x)
 
@@ -134,7 +134,7 @@ def halve(t: Team, i: Any, steps: Any, x: jax.Array) -> jax.Array:
     t.meet()
     pl.when((t.me == 1) & (i + 1 < steps))(lambda: t.fetch_pattern(i + 1))
     new = t.products(t.s.decayed.at[t.me], t.columns)
-    here = rows_of(i, strong_rows(t, t.s.lowest) & ((i < NEAR_STEPS) | strong_rows(t, t.s.near)), t.numbers)
+    here = pairs_in_rows(i, strong_rows(t, t.s.lowest) & ((i < NEAR_STEPS) | strong_rows(t, t.s.near)), t.numbers)
     t.meet()
     return jnp.where(here, new, x)
 
