@@ -6,14 +6,13 @@ own again in the backward.
 """
 
 import dataclasses
-import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from jfla.linear_rule import differentiable, opaque_forward
 from jfla.pallas.context import interpreted
 from jfla.pallas.heuristics import Schedule
 from jfla.pallas.sm90 import chunk as sm90
@@ -66,27 +65,6 @@ def _backward(
     return lax.platform_dependent(inputs, residuals, d_output, cuda=kernels, default=portable)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _chunk(inputs: Inputs, options: Options, plan: Plan) -> DeltaRuleOutput:
-    with interpreted(plan.interpret):
-        return _forward(inputs, options, plan, for_backward=False)[0]
-
-
-def _chunk_fwd(inputs: Inputs, options: Options, plan: Plan) -> tuple[DeltaRuleOutput, Any]:
-    with interpreted(plan.interpret):
-        output, residuals = _forward(inputs, options, plan, for_backward=True)
-    return output, (inputs, _name(residuals))
-
-
-def _chunk_bwd(
-    options: Options, plan: Plan, kept: tuple[Inputs, Residuals], d_output: DeltaRuleOutput
-) -> tuple[Inputs]:
-    # The backward may be traced outside the contexts in which the forward was traced.
-    with interpreted(plan.interpret), jax.default_matmul_precision("highest"):
-        inputs, residuals = kept
-        return (_backward(inputs, options, plan, residuals, d_output),)
-
-
 def _name(residuals: Residuals) -> Residuals:
     """For `jax.checkpoint_policies.save_only_these_names`."""
     a_qk = checkpoint_name(residuals.intra.a_qk, "jfla_a_qk")
@@ -97,6 +75,36 @@ def _name(residuals: Residuals) -> Residuals:
     return Residuals(IntraChunk(a_qk, a_inv), checkpoints)
 
 
-_chunk.defvjp(_chunk_fwd, _chunk_bwd)
+@dataclasses.dataclass(frozen=True)
+class _Rule:
+    """The derivative rule of the kernels: `jfla.linear_rule.Rule`. Forward mode is that of "xla"."""
+
+    options: Options
+    plan: Plan
+
+    def primal(self, inputs: Inputs) -> DeltaRuleOutput:
+        with interpreted(self.plan.interpret):
+            return _forward(inputs, self.options, self.plan, for_backward=False)[0]
+
+    def forward(self, inputs: Inputs) -> tuple[DeltaRuleOutput, Residuals]:
+        output, residuals = opaque_forward(_Rule._kernels, self, inputs)
+        return output, _name(residuals)
+
+    def _kernels(self, inputs: Inputs) -> tuple[DeltaRuleOutput, Residuals]:
+        with interpreted(self.plan.interpret):
+            return _forward(inputs, self.options, self.plan, for_backward=True)
+
+    def backward(self, inputs: Inputs, residuals: Residuals, d_output: DeltaRuleOutput) -> Inputs:
+        # The backward may be traced outside the contexts in which the forward was traced.
+        with interpreted(self.plan.interpret), jax.default_matmul_precision("highest"):
+            return _backward(inputs, self.options, self.plan, residuals, d_output)
+
+    def plain(self, inputs: Inputs) -> DeltaRuleOutput:
+        return xla.plain(inputs, self.options)
+
+
+def _chunk(inputs: Inputs, options: Options, plan: Plan) -> DeltaRuleOutput:
+    return differentiable(_Rule(options, plan), inputs)
+
 
 run = jax.jit(_chunk, static_argnames=("options", "plan"))

@@ -1,5 +1,6 @@
 """The chunked ops of "xla", from validated inputs to outputs, with their derivative rule."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jfla._inputs.chunking import ChunkInputs, from_chunks, prepare_chunks
+from jfla.linear_rule import differentiable
 from jfla.parallel.sharding import compiler_partitioned
 from jfla.types import DeltaRuleOutput, Inputs, Options
 from jfla.xla.backward import backward
@@ -72,29 +74,33 @@ def name_residuals(pairs: Pairs) -> Pairs:
     return Pairs(a_qk, checkpoint_name(pairs.inverse, "jfla_inverse"))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+@dataclasses.dataclass(frozen=True)
+class _Rule:
+    """The derivative rule of the chunked op: `jfla.linear_rule.Rule`."""
+
+    options: Options
+
+    def primal(self, inputs: Inputs) -> DeltaRuleOutput:
+        return forward(inputs, self.options)[0]
+
+    def forward(self, inputs: Inputs) -> tuple[DeltaRuleOutput, Pairs]:
+        return forward(inputs, self.options)
+
+    def backward(self, inputs: Inputs, residuals: Pairs, d_output: DeltaRuleOutput) -> Inputs:
+        return backward_of(inputs, self.options, residuals, d_output)
+
+    def plain(self, inputs: Inputs) -> DeltaRuleOutput:
+        return plain(inputs, self.options)
+
+
 def _chunk(inputs: Inputs, options: Options) -> DeltaRuleOutput:
-    return forward(inputs, options)[0]
+    return differentiable(_Rule(options), inputs)
 
 
-def _chunk_fwd(inputs: Inputs, options: Options) -> tuple[DeltaRuleOutput, tuple[Inputs, Pairs]]:
-    output, pairs = forward(inputs, options)
-    return output, (inputs, pairs)
-
-
-def _chunk_bwd(
-    options: Options, residuals: tuple[Inputs, Pairs], d_output: DeltaRuleOutput
-) -> tuple[Inputs]:
-    inputs, pairs = residuals
-    return (backward_of(inputs, options, pairs, d_output),)
-
-
-_chunk.defvjp(_chunk_fwd, _chunk_bwd)
-
-
-def _chunk_without_vjp(inputs: Inputs, options: Options) -> DeltaRuleOutput:
+def plain(inputs: Inputs, options: Options) -> DeltaRuleOutput:
+    """The op without a derivative rule."""
     return forward(inputs, options, _all_at_once)[0]
 
 
 run = compiler_partitioned(jax.jit(_chunk, static_argnames="options"))
-run_without_vjp = compiler_partitioned(jax.jit(_chunk_without_vjp, static_argnames="options"))
+run_without_vjp = compiler_partitioned(jax.jit(plain, static_argnames="options"))
