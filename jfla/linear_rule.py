@@ -121,10 +121,11 @@ class _Jacobian:
         return operands[: self.kept.num_leaves], operands[self.kept.num_leaves :]
 
     def __call__(self, *operands: Any) -> Sequence[Any]:
+        """The map; the transposed one by the rule's backward."""
         return self._vmapped(self._backward if self.transposed else self._plain)(*operands)
 
     def plain(self, *operands: Any) -> Sequence[Any]:
-        """The same by operations that JAX differentiates."""
+        """The same by operations that JAX differentiates, without the backward."""
         return self._vmapped(self._plain)(*operands)
 
     def _vmapped(self, function: Callable) -> Callable:
@@ -158,43 +159,62 @@ class _Jacobian:
 
 
 def _impl(*operands: Any, jacobian: _Jacobian, out_avals: tuple[Any, ...]) -> Sequence[Any]:
-    return jacobian(*operands)
+    return jacobian.plain(*operands)
 
 
-def _jvp(
-    primals: Sequence[Any], tangents: Sequence[Any], *, jacobian: _Jacobian, out_avals: Any
-) -> tuple[Sequence[Any], Sequence[Any]]:
+def _derivative(
+    jacobian: _Jacobian, operands: Sequence[Any], tangents: Sequence[Any], out_avals: Any
+) -> list[Any]:
     """Linear in its last operands; along the inputs by JAX. The residuals follow from the inputs."""
-    bind = functools.partial(_jacobian_p.bind, jacobian=jacobian, out_avals=out_avals)
-    kept, _ = jacobian.split(primals)
+    kept, _ = jacobian.split(operands)
     d_kept, d_linear = jacobian.split(tangents)
     d_out = [ad.Zero(aval) for aval in out_avals]
     if any(type(t) is not ad.Zero for t in d_linear):
-        d_out = bind(*kept, *map(ad.instantiate_zeros, d_linear))
+        d_linear = map(ad.instantiate_zeros, d_linear)
+        d_out = _jacobian_p.bind(*kept, *d_linear, jacobian=jacobian, out_avals=out_avals)
     inputs = jacobian.kept.children()[0].num_leaves
     moving = [i for i in range(inputs) if type(d_kept[i]) is not ad.Zero]
     if moving:
 
         def along(*moved: jax.Array) -> Sequence[Any]:
             at = dict(zip(moving, moved, strict=True))
-            return jacobian.plain(*(at.get(i, x) for i, x in enumerate(primals)))
+            return jacobian.plain(*(at.get(i, x) for i, x in enumerate(operands)))
 
-        at = [primals[i] for i in moving]
+        at = [operands[i] for i in moving]
         _, d_along = jax.jvp(along, at, [d_kept[i] for i in moving])
         d_out = [ad.add_tangents(a, b) for a, b in zip(d_out, d_along, strict=True)]
-    return bind(*primals), d_out
+    return d_out
+
+
+def _jvp(
+    primals: Sequence[Any], tangents: Sequence[Any], *, jacobian: _Jacobian, out_avals: Any
+) -> tuple[Sequence[Any], Sequence[Any]]:
+    out = _jacobian_p.bind(*primals, jacobian=jacobian, out_avals=out_avals)
+    return out, _derivative(jacobian, primals, tangents, out_avals)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _closed_form(jacobian: _Jacobian, operands: tuple[Any, ...]) -> list[Any]:
+    """The map by the rule's own backward where it is the transposed one: outside of the primitive, for its effects."""
+    return jacobian(*operands)
+
+
+@functools.partial(_closed_form.defjvp, symbolic_zeros=True)
+def _closed_form_jvp(
+    jacobian: _Jacobian, primals: tuple[Any], tangents: tuple[Any]
+) -> tuple[list[Any], list[Any]]:
+    out = _closed_form(jacobian, *primals)
+    zeros = [ad.Zero(t.aval) if type(t) is SymbolicZero else t for t in tangents[0]]
+    d_out = _derivative(jacobian, *primals, zeros, tuple(map(jax.typeof, out)))
+    return out, [ad.instantiate_zeros(d) for d in d_out]
 
 
 def _transpose(
     cotangents: Sequence[Any], *operands: Any, jacobian: _Jacobian, out_avals: Any
 ) -> list[Any]:
     kept, linear = jacobian.split(operands)
-    d_linear = _jacobian_p.bind(
-        *kept,
-        *map(ad.instantiate_zeros, cotangents),
-        jacobian=dataclasses.replace(jacobian, transposed=not jacobian.transposed),
-        out_avals=tuple(x.aval if ad.is_undefined_primal(x) else jax.typeof(x) for x in linear),
-    )
+    transposed = dataclasses.replace(jacobian, transposed=not jacobian.transposed)
+    d_linear = _closed_form(transposed, (*kept, *map(ad.instantiate_zeros, cotangents)))
     asked = [d if ad.is_undefined_primal(x) else None for d, x in zip(d_linear, linear)]
     return [None] * len(kept) + asked
 

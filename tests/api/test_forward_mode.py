@@ -1,0 +1,354 @@
+"""The chunked ops in forward mode, beside reverse mode and mixed with it, against the reference."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import jfla
+
+NAMED = jax.checkpoint_policies.save_only_these_names("jfla_a_qk", "jfla_inverse")
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """The static part of a call: two rows, 70 tokens, one query head, two value heads, K = V = 16."""
+
+    op: str
+    gate: str | None = None
+    state: bool = False
+    segments: str | None = None  # "packed", or "states": each with a state of its own
+    dtype: str = "float64"
+
+    def __str__(self) -> str:
+        said = [self.op, self.gate, self.state and "state", self.segments]
+        return "-".join(filter(None, said))
+
+
+CALLS = [
+    Call("kda"),
+    Call("kda", "softplus", state=True, segments="states"),
+    Call("gdn", "sigmoid", state=True),
+    Call("gdn", segments="packed"),
+    Call("gdn", "softplus", segments="states"),
+]
+GATED = Call("gdn", "softplus", state=True)
+EACH_CALL = pytest.mark.parametrize("call", CALLS, ids=str)
+
+
+@pytest.fixture(autouse=True)
+def _float64():
+    with jax.enable_x64(True):
+        yield
+
+
+def draw(call: Call, seed: int = 0, batch: int = 2) -> dict[str, jax.Array]:
+    """The arrays of a call that have derivatives."""
+    rng = np.random.default_rng(seed)
+    tokens = (batch, 70)
+    gate_dim = (16,) if call.op == "kda" else ()
+    q, k = rng.standard_normal((2, *tokens, 1, 16))
+    x = {"q": q, "k": k, "v": rng.standard_normal((*tokens, 2, 16))}
+    x["g"] = -rng.random((*tokens, 2, *gate_dim))
+    x["beta"] = rng.standard_normal((*tokens, 2))
+    if call.gate:
+        x["a_log"] = rng.standard_normal(2) - 4  # slow decays: the initial state is not forgotten
+        x["dt_bias"] = rng.standard_normal((2, *gate_dim))
+    if call.state:
+        states = (3,) if call.segments == "states" else ()
+        x["initial_state"] = rng.standard_normal((batch, *states, 2, 16, 16))
+    return {name: jnp.asarray(a, call.dtype) for name, a in x.items()}
+
+
+def segment_ids(call: Call, batch: int) -> jax.Array | None:
+    """Two segments, the second across the chunk boundary, none of the third, and padding."""
+    if call.segments is None:
+        return None
+    ids = np.repeat([1, 2, 0], [20, 47, 3])
+    return jnp.asarray(np.stack([ids] * batch))
+
+
+def op_of(call: Call, module=jfla) -> Callable:
+    """{name: array} -> {"output", "final_state"} by "xla" or by the reference."""
+    form = getattr(module, f"chunk_{call.op}")
+    gates = {"softplus": jfla.SoftplusGate, "sigmoid": jfla.SigmoidGate}
+
+    def run(x: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        gate = gates[call.gate](x["a_log"], x["dt_bias"]) if call.gate else None
+        final = call.segments != "packed"
+        out = form(
+            *(x[name] for name in ("q", "k", "v", "g", "beta")),
+            gate=gate,
+            beta_max=1.0,
+            qk_norm=True,
+            initial_state=x.get("initial_state"),
+            return_final_state=final,
+            segment_ids=segment_ids(call, x["v"].shape[0]),
+            num_segments=3 if call.segments == "states" else None,
+            implementation="xla",
+        )
+        return {name: a for name, a in out._asdict().items() if a is not None}
+
+    return run
+
+
+plain_of = functools.partial(op_of, module=jfla.reference)
+
+
+def loss_of(op: Callable) -> Callable:
+    """A scalar of both outputs whose own second derivative is not zero."""
+    return lambda x: sum(jnp.sum(jnp.sin(a)) for a in jax.tree.leaves(op(x)))
+
+
+def jvp_of(op: Callable) -> Callable:
+    """(primals, tangents) -> (outputs, tangents)."""
+    return lambda x, dx: jax.jvp(op, (x,), (dx,))
+
+
+def tangents_of(x: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Some tangents: one of every array."""
+    return jax.tree.map(jnp.cos, x)
+
+
+def assert_close(got, want, tolerance: float = 1e-12) -> None:
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert a.dtype == b.dtype
+        assert float(jnp.linalg.norm(b)) > 1e-3
+        assert float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b)) <= tolerance
+
+
+# Forward mode.
+
+
+@EACH_CALL
+def test_tangents_are_those_of_the_reference(call):
+    """jvp of the jitted op and jit of the jvp, and what linearize gives."""
+    op, x = op_of(call), draw(call)
+    dx = tangents_of(x)
+    want = jax.jit(jvp_of(plain_of(call)))(x, dx)
+    assert_close(jax.jit(jvp_of(op))(x, dx), want)
+    assert_close(jvp_of(jax.jit(op))(x, dx), want)
+    output, linear = jax.linearize(jax.jit(op), x)
+    assert_close((output, linear(dx)), want)
+
+
+@pytest.mark.parametrize("name", ["k", "a_log", "initial_state"])
+def test_tangent_of_one_argument_alone(name):
+    x = draw(GATED)
+
+    def along(op: Callable) -> Callable:
+        return lambda a: jvp_of(lambda a: op(x | {name: a}))(a, jnp.cos(a))
+
+    assert_close(jax.jit(along(op_of(GATED)))(x[name]), jax.jit(along(plain_of(GATED)))(x[name]))
+
+
+def test_forward_mode_outside_of_jit():
+    call = Call("gdn")
+    x = draw(call)
+    assert_close(jvp_of(op_of(call))(x, x), jax.jit(jvp_of(plain_of(call)))(x, x))
+
+
+@pytest.mark.parametrize("call", [CALLS[1], CALLS[3]], ids=str)
+def test_vmap_of_jvp_and_jvp_of_vmap(call):
+    x = jax.tree.map(lambda *rows: jnp.stack(rows), draw(call, 1), draw(call, 2))
+    dx = tangents_of(x)
+    rows = [jax.tree.map(lambda a, i=i: a[i], (x, dx)) for i in range(2)]
+    tangent = jax.jit(jvp_of(plain_of(call)))
+    want = jax.tree.map(lambda *rows: jnp.stack(rows), *(tangent(*row) for row in rows))
+    assert_close(jax.jit(jax.vmap(jvp_of(op_of(call))))(x, dx), want)
+    assert_close(jax.jit(jvp_of(jax.vmap(op_of(call))))(x, dx), want)
+
+
+def test_vmap_over_tangents_alone_and_over_one_argument_inside_another_axis():
+    """What is not mapped stays so: residuals of the outer vmap, the gate's parameters in both."""
+    x = draw(GATED)
+    tangents = jax.tree.map(lambda a: jnp.stack([jnp.cos(a), jnp.sin(a)]), x)
+    v = jnp.stack([x["v"], -x["v"], 2 * x["v"]], axis=1)
+
+    def run(op: Callable) -> Callable:
+        along = lambda x, dx: jvp_of(op)(x, dx)[1]
+        both = lambda v, dx: jax.vmap(along, in_axes=(None, 0))(x | {"v": v}, dx)
+        return jax.jit(jax.vmap(both, in_axes=(1, None), out_axes=1))
+
+    assert_close(run(op_of(GATED))(v, tangents), run(plain_of(GATED))(v, tangents))
+
+
+@pytest.mark.parametrize("policy", [None, NAMED], ids=["nothing", "named"])
+def test_through_scan_and_checkpoint(policy):
+    """Forward, reverse, and reverse of forward mode: layers one after the other, each made again in the backward."""
+    x = draw(GATED)
+
+    def stacked(op: Callable) -> Callable:
+        def layer(x: dict[str, jax.Array], scale: jax.Array) -> tuple[dict[str, jax.Array], None]:
+            return x | {"v": scale * op(x)["output"] + x["v"]}, None
+
+        layers = jax.checkpoint(layer, policy=policy)
+        run = lambda x: lax.scan(layers, x, jnp.asarray([0.5, 2.0]))[0]["v"]
+        slope = lambda x: jax.jvp(loss_of(run), (x,), (tangents_of(x),))[1]
+        return jax.jit(
+            lambda x: (jvp_of(run)(x, tangents_of(x)), jax.grad(loss_of(run))(x), slope(x))
+        )
+
+    assert_close(stacked(op_of(GATED))(x), stacked(plain_of(GATED))(x))
+
+
+# Both modes.
+
+
+def test_jacobians_by_columns_and_by_rows():
+    x = draw(GATED, batch=1)
+    moved = {"k": x["k"][:, 62:66], "a_log": x["a_log"]}
+
+    def output(moved: dict[str, jax.Array]) -> jax.Array:
+        k = x["k"].at[:, 62:66].set(moved["k"])
+        return op_of(GATED)(x | {"k": k, "a_log": moved["a_log"]})["output"][:, 63:66, :, :2]
+
+    assert_close(jax.jit(jax.jacfwd(output))(moved), jax.jit(jax.jacrev(output))(moved))
+
+
+@pytest.mark.parametrize("call", [CALLS[0], CALLS[4]], ids=str)
+def test_products_with_the_hessian(call):
+    """Forward over reverse, and reverse over forward."""
+    x = draw(call)
+    dx = tangents_of(x)
+
+    def forward_over_reverse(op: Callable) -> Callable:
+        return jax.jit(lambda x, dx: jax.jvp(jax.grad(loss_of(op)), (x,), (dx,)))
+
+    def reverse_over_forward(op: Callable) -> Callable:
+        return jax.jit(jax.grad(lambda x, dx: jax.jvp(loss_of(op), (x,), (dx,))[1]))
+
+    grads, product = forward_over_reverse(plain_of(call))(x, dx)
+    assert_close(forward_over_reverse(op_of(call))(x, dx), (grads, product))
+    assert_close(reverse_over_forward(op_of(call))(x, dx), product)
+
+
+def test_products_with_the_hessian_by_reverse_mode_alone():
+    call = Call("gdn")
+    x = draw(call)
+
+    def twice(op: Callable) -> Callable:
+        along = lambda x: sum(jnp.vdot(d, jnp.cos(a)) for a, d in both(x))
+        both = lambda x: [(x[name], d) for name, d in jax.grad(loss_of(op))(x).items()]
+        return jax.jit(jax.grad(along))
+
+    assert_close(twice(op_of(call))(x), twice(plain_of(call))(x))
+
+
+# Reverse mode is the closed form.
+
+
+@EACH_CALL
+def test_gradients_are_those_of_the_reference(call):
+    x = draw(call)
+    want = jax.jit(jax.value_and_grad(loss_of(plain_of(call))))(x)
+    assert_close(jax.jit(jax.value_and_grad(loss_of(op_of(call))))(x), want)
+
+
+def test_reverse_mode_is_the_closed_form_and_forward_mode_is_not():
+    x = draw(GATED)
+    grad = jax.jit(jax.grad(loss_of(op_of(GATED)))).lower(x).as_text(debug_info=True)
+    tangent = jax.jit(jvp_of(op_of(GATED))).lower(x, x).as_text(debug_info=True)
+    assert "jfla_chunk_backward" in grad
+    assert "jfla_chunk_backward" not in tangent
+
+
+def test_one_of_two_outputs_alone():
+    x = draw(GATED)
+    final = lambda op: lambda x: jnp.sum(jnp.sin(op(x)["final_state"]))
+    without_q = {name: a for name, a in x.items() if name != "q"}
+    grad = lambda op: jax.jit(jax.grad(lambda rest: final(op)(rest | {"q": x["q"]})))(without_q)
+    assert_close(grad(op_of(GATED)), grad(plain_of(GATED)))
+
+
+@EACH_CALL
+def test_the_backward_keeps_the_inputs_and_two_matrices_per_chunk(call):
+    x = draw(call)
+    op = op_of(call)
+    adjoint = jax.eval_shape(lambda x: jax.vjp(op, x)[1], x)
+    kept = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(adjoint))
+    ids = segment_ids(call, 2)
+    inputs = sum(a.nbytes for a in x.values()) + (0 if ids is None else ids.nbytes)
+    chunks = 2 + (3 if call.segments else 0)
+    assert kept <= inputs + 2 * (2 * 2 * chunks * 64 * 64 * 8)
+
+
+def test_a_checkpoint_policy_finds_the_matrices(capsys):
+    x = draw(GATED)
+    saved = jax.checkpoint(loss_of(op_of(GATED)), policy=NAMED)
+    jax.ad_checkpoint.print_saved_residuals(saved, x)
+    lines = capsys.readouterr().out.splitlines()
+    computed = [line for line in lines if "from the argument" not in line]
+    assert [line.split()[0] for line in computed] == ["f64[2,2,2,64,64]"] * 2
+
+
+# Several devices.
+
+
+def by_rows(call: Call, run: Callable, check_vma: bool, **specs: PartitionSpec) -> Callable:
+    """`run` under shard_map over the batch; the gate's parameters are the same for all devices."""
+    mesh = jax.make_mesh((4,), ("b",), axis_types=(AxisType.Auto,))
+    everywhere = dict.fromkeys(("a_log", "dt_bias"), PartitionSpec())
+    layout = {name: everywhere.get(name, PartitionSpec("b")) for name in draw(call)}
+    return jax.shard_map(
+        run, mesh=mesh, in_specs=(layout,), out_specs=PartitionSpec("b"), check_vma=check_vma
+    )
+
+
+@pytest.mark.parametrize("check_vma", [True, False], ids=["check_vma", "no_vma"])
+@pytest.mark.parametrize("call", [GATED, CALLS[1]], ids=str)
+def test_shard_map(call, check_vma):
+    """Tangents inside and outside of it, and gradients through it."""
+    x = draw(call, batch=4)
+    dx = tangents_of(x)
+    op = op_of(call)
+    sharded = by_rows(call, op, check_vma)
+    tangents, grads = jax.jit(
+        lambda x: (jvp_of(plain_of(call))(x, dx), jax.grad(loss_of(plain_of(call)))(x))
+    )(x)
+    assert_close(jax.jit(jvp_of(sharded))(x, dx), tangents)
+    assert_close(jax.jit(jax.grad(loss_of(sharded)))(x), grads)
+    inside = by_rows(call, lambda x: jvp_of(op)(x, tangents_of(x)), check_vma)
+    assert_close(jax.jit(inside)(x), tangents)
+
+
+def test_gradients_inside_of_shard_map():
+    """Those of the gate's parameters are summed over the devices."""
+    call = GATED
+    x = draw(call, batch=4)
+    want = jax.jit(jax.grad(loss_of(plain_of(call))))(x)
+    mesh = jax.make_mesh((4,), ("b",), axis_types=(AxisType.Auto,))
+    layout = {
+        name: PartitionSpec() if name in ("a_log", "dt_bias") else PartitionSpec("b") for name in x
+    }
+    grad = jax.grad(loss_of(op_of(call)))
+    sharded = jax.shard_map(grad, mesh=mesh, in_specs=(layout,), out_specs=layout)
+    assert_close(jax.jit(sharded)(x), want)
+
+
+def test_explicit_mesh_axes():
+    call = GATED
+    mesh = jax.make_mesh((2, 2), ("b", "h"), axis_types=(AxisType.Explicit,) * 2)
+    x = draw(call)
+    tokens = {"v", "g", "beta"}
+    spec = {
+        name: PartitionSpec("b", None, "h") if name in tokens else PartitionSpec() for name in x
+    }
+    placed = {name: jax.device_put(a, NamedSharding(mesh, spec[name])) for name, a in x.items()}
+    want = jax.jit(jvp_of(plain_of(call)))(x, tangents_of(x))
+    with jax.set_mesh(mesh):
+        tangents = jax.jit(jvp_of(op_of(call)))(placed, tangents_of(placed))
+        grads = jax.jit(jax.grad(loss_of(op_of(call))))(placed)
+    assert_close(jax.device_get(tangents), jax.device_get(want))
+    for name, a in grads.items():
+        assert a.sharding.is_equivalent_to(placed[name].sharding, a.ndim)
+    assert_close(
+        jax.device_get(grads), jax.device_get(jax.jit(jax.grad(loss_of(plain_of(call))))(x))
+    )
