@@ -195,8 +195,8 @@ def _jvp(
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _closed_form(jacobian: _Jacobian, operands: tuple[Any, ...]) -> list[Any]:
-    """The map by the rule's own backward where it is the transposed one: outside of the primitive, for its effects."""
-    return jacobian(*operands)
+    """The map, if transposed by the rule's backward: not in the primitive, which declares no effects."""
+    return list(jacobian(*operands))
 
 
 @functools.partial(_closed_form.defjvp, symbolic_zeros=True)
