@@ -1,4 +1,4 @@
-"""The commands and their options. Each imports the file that does its work when it runs, so that help comes fast."""
+"""The commands and their options. Each imports what does its work when it runs: help comes fast."""
 
 import enum
 import pathlib
@@ -47,26 +47,32 @@ def info() -> None:
 @app.command()
 def demo(
     op: Annotated[Op, typer.Option(help="Kimi Delta Attention or Gated DeltaNet.")] = Op.kda,
-    steps: Annotated[int, typer.Option(min=1, help="Training steps of each of the two models.")] = 150,
+    steps: Annotated[
+        int, typer.Option(min=1, help="Training steps of each of the two models.")
+    ] = 150,
     out: Annotated[
-        pathlib.Path, typer.Option(file_okay=False, help="Folder of checkpoints, curve and results.")
+        pathlib.Path,
+        typer.Option(file_okay=False, help="Folder of checkpoints, curve and results."),
     ] = pathlib.Path("jfla-demo"),
     implementation: Annotated[
-        Implementation | None, typer.Option(help="Implementation of the op; chosen by itself when left out.")
+        Implementation | None,
+        typer.Option(help="Implementation of the op; chosen by itself when left out."),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of parameters, data and sampling.")] = 0,
 ) -> None:
-    """Train two small models on this machine: one on Python's own source, one on associative recall.
+    """Train two small models here: one on Python's own source, one on associative recall.
 
-    Both are saved as they go. The same command goes on where an interrupted one stopped; a larger --steps goes on from
-    a finished one.
+    Both are saved as they go. The same command goes on where an interrupted one stopped; a larger
+    --steps goes on from a finished one.
     """
     from jfla.cli.demo import Refused, run
 
+    wanted = implementation.value if implementation else None
     try:
-        run(op.value, steps, out, implementation.value if implementation else None, seed, Console())
+        run(op.value, steps, out, wanted, seed, Console())
     except Refused as refused:
-        raise typer.BadParameter(str(refused), param_hint=f"--{refused.option}") from None
+        option = f"--{refused.option}"
+        raise typer.BadParameter(str(refused), param_hint=option) from None
     except KeyboardInterrupt:
         typer.echo("Stopped. The same command goes on from the last checkpoint.", err=True)
         raise typer.Exit(130) from None

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int
 
-from jfla._types import SegmentIds
+from jfla.types import SegmentIds
 
 
 def next_token_loss(
@@ -15,11 +15,12 @@ def next_token_loss(
 ) -> Float[Array, ""]:
     """Mean cross entropy, in nats, of predicting token t + 1 from position t.
 
-        loss = mean of -log softmax(logits_t)[tokens_(t+1)]   over t with a next token in the same sequence
+        loss = mean of -log softmax(logits_t)[tokens_(t+1)]
+               over t with a next token in the same sequence
 
-    **Arguments:** `logits` `[B, T, vocab]` and `tokens` `[B, T]` at the same positions; `segment_ids` `[B, T]`: no
-    prediction crosses a border, none concerns padding (0); `mask` `[B, T]`, False on tokens that are not to be
-    predicted.
+    **Arguments:** `logits` `[B, T, vocab]` and `tokens` `[B, T]` at the same positions;
+    `segment_ids` `[B, T]`: no prediction crosses a border, none concerns padding (0); `mask`
+    `[B, T]`, False on tokens that are not to be predicted.
 
     **Returns:** a scalar; 0 when nothing is to be predicted.
 
@@ -30,5 +31,7 @@ def next_token_loss(
     losses = optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens[:, 1:])
     keep = jnp.ones(losses.shape, bool) if mask is None else mask[:, 1:]
     if segment_ids is not None:
-        keep = keep & (segment_ids[:, 1:] == segment_ids[:, :-1]) & (segment_ids[:, 1:] != 0)
-    return jnp.sum(jnp.where(keep, losses, 0)) / jnp.maximum(jnp.sum(keep), 1)
+        target = segment_ids[:, 1:]
+        keep = keep & (target == segment_ids[:, :-1]) & (target != 0)
+    total = jnp.sum(jnp.where(keep, losses, 0))
+    return total / jnp.maximum(jnp.sum(keep), 1)
