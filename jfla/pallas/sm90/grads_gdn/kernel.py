@@ -155,7 +155,10 @@ def grads_gdn(
     scheduler = TileScheduler(spec.grid.num_tiles, max_ctas)
 
     def body(
-        gmem: GradsGdnInputs, outputs_gmem: KernelGrads, smem: SharedStorage, barriers: Barriers
+        gmem: GradsGdnInputs,
+        outputs_gmem: KernelGrads | None,
+        smem: SharedStorage,
+        barriers: Barriers,
     ) -> None:
         cta = lax.axis_index("cta")
         wg = lax.axis_index("wg")
@@ -186,7 +189,7 @@ def grads_gdn(
     outputs = launch(
         body,
         GradsGdnInputs(qk.q, qk.k, scans, qk.factors, token_scalars, opaque_zero(), span),
-        shapes if span is None else (),
+        shapes if span is None else None,
         grid={"cta": scheduler.num_ctas},
         num_warpgroups=GDN_CONSUMERS + 1,
         smem=smem_spec,
