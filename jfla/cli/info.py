@@ -1,7 +1,6 @@
 """`jfla info`: versions, devices, and the implementation that each op takes on this machine."""
 
 import importlib.metadata
-import os
 import platform
 
 import jax
@@ -10,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jfla.cli import choice
+from jfla.cli.cpu import cpu_name
 
 _PACKAGES = (
     "jfla", "jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "flax", "numpy", "optax", "orbax-checkpoint",
@@ -58,17 +58,6 @@ def implementations() -> Table:
                 table.add_row(name, jnp.dtype(dtype).name, *takes)
     table.caption = f"T = {_TOKENS} (recurrent: 1), H = {_HEADS}, K = V = {_DIM}. Other shapes: jfla.pallas.supported."
     return table
-
-
-def cpu_name() -> str:
-    """The CPU's model and the number of cores this process may use."""
-    try:
-        with open("/proc/cpuinfo") as file:
-            model = next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
-    except (OSError, StopIteration):
-        model = platform.processor() or platform.machine()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"{model}, {cores} cores"
 
 
 def _table(title: str, *columns: str) -> Table:

@@ -5,8 +5,8 @@ import pathlib
 import pytest
 from typer.testing import CliRunner
 
-from jfla.bench import plot, results, shapes
-from jfla.bench.shapes import Shape
+from benchmarks import results, shapes
+from benchmarks.shapes import Shape
 from jfla.cli.app import app
 
 TINY = Shape(1, 64, 1, 8)
@@ -15,7 +15,6 @@ TINY = Shape(1, 64, 1, 8)
 def test_the_command_measures_draws_and_merges(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
     """The whole of `jfla bench` on this machine, on one tiny shape."""
     monkeypatch.setitem(shapes.SETS, "quick", (TINY,))
-    monkeypatch.setitem(plot.SHAPES, str(TINY), TINY)
     run = lambda *arguments: CliRunner().invoke(app, arguments, env={"COLUMNS": "200", "TERM": "dumb"})
     files = [tmp_path / "a.json", tmp_path / "b.json"]
     figure, out = tmp_path / "times.png", tmp_path / "merged.json"

@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from benchmarks import inputs, stages
+from benchmarks.exact import Exact
+from benchmarks.programs import JaxProgram, Refused
+from benchmarks.shapes import OPS, Case, Shape
 from jfla import pallas
-from jfla.bench import inputs, stages
-from jfla.bench.exact import Exact
-from jfla.bench.programs import JaxProgram, Refused
-from jfla.bench.shapes import OPS, Case, Shape
 
 
 @pytest.mark.parametrize("op", OPS)
