@@ -21,7 +21,8 @@ NAMES = {
     "flash_qla": "FlashQLA 0.1.3",
     "jla": "jla 0.1.0",
 }
-CUT = ("cudnn", "flash_qla")  # these cut a sequence that comes alone, and drop small decays there
+# The passes in which these cut a sequence that comes alone, and drop small decays there.
+CUTS = {"cudnn": ("forward",), "flash_qla": ("forward", "backward")}
 GATES = {"kda": "sigmoid", "gdn": "strong"}
 
 
@@ -37,10 +38,9 @@ class Time(NamedTuple):
     clock: str
     source: str
 
-    @property
-    def exact(self) -> bool:
-        """Whether nothing of the recurrence is dropped."""
-        return self.implementation not in CUT or not self.shape.startswith("B1 ")
+    def drops(self, timed: str) -> bool:
+        """Whether a pass leaves out a part of the recurrence."""
+        return self.shape.startswith("B1 ") and timed in CUTS.get(self.implementation, ())
 
 
 def sigmoid_times() -> list[Time]:
@@ -132,7 +132,7 @@ def _cells(row: list[Time | None]) -> list[str]:
         text = f"{_digits(time.forward, forward)} / {_digits(time.backward, backward)}"
         peer = time.implementation not in (OURS, EXACT_PEER)
         name = f" {NAMES[time.implementation]}" if peer else ""
-        cells.append(f"{text}{name}{'' if time.exact else ' †'}")
+        cells.append(f"{text}{name}{' †' if time.drops('forward') else ''}")
     return cells
 
 

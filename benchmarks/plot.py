@@ -19,8 +19,17 @@ PASSES = ("forward", "backward")
 INK = "#1f2430"
 MUTED = "#6b7280"
 GRID = "#e5e7eb"
-OURS = {"pallas": "#2563eb", "xla": "#d9480f", "scan": "#6b7280"}
-PEERS = ("#94a3b8", "#0f766e", "#b45309", "#9333ea", "#be185d")
+OURS = ("pallas", "xla", "scan")
+COLORS = {
+    "pallas": "#2563eb",
+    "xla": "#60a5fa",
+    "scan": "#6b7280",
+    "fla": "#94a3b8",
+    "cudnn": "#0f766e",
+    "flash_qla": "#b45309",
+    "tokamax": "#9333ea",
+    "fla_kernels": "#be185d",
+}
 # Text stays text and the ground is white, so that the file is small and reads in a dark page, too.
 STYLE: Any = {
     "font.family": "sans-serif",
@@ -63,7 +72,7 @@ def draw_results(results: Results, path: pathlib.Path) -> None:
         if row.timed in PASSES and row.ms is not None:
             title = f"{row.op.upper()}, {row.gate} gates"
             bars.append(Bar(title, row.timed, row.shape, row.implementation, row.ms))
-    draw(bars, f"{results.device}, milliseconds", path)
+    draw(bars, f"{results.device}, milliseconds (shorter is better)", path)
 
 
 def draw_overview(times: list[Time], device: str, path: pathlib.Path, digest: str) -> None:
@@ -72,15 +81,24 @@ def draw_overview(times: list[Time], device: str, path: pathlib.Path, digest: st
     for time in times:
         if time.implementation != "jla":
             key = (time.shape.removesuffix(" H32 D128"), time.implementation)
-            mark = "" if time.exact else " †"
-            bars.append(Bar(time.op.upper(), "forward", *key, time.forward, mark))
-            bars.append(Bar(time.op.upper(), "backward", *key, time.backward, mark))
+            for timed, ms in zip(PASSES, (time.forward, time.backward)):
+                mark = " †" if time.drops(timed) else ""
+                bars.append(Bar(time.op.upper(), timed, *key, ms, mark))
     title = f"{device}, milliseconds (shorter is better); 32 heads, K = V = 128, bfloat16"
-    draw(bars, title, path, digest)
+    draw(bars, title, path, NAMES, digest)
 
 
-def draw(bars: list[Bar], title: str, path: pathlib.Path, digest: str = "") -> None:
-    """Writes an SVG or a PNG, by the name of `path`. Raises `ValueError` without bars."""
+def draw(
+    bars: list[Bar],
+    title: str,
+    path: pathlib.Path,
+    labels: dict[str, str] | None = None,
+    digest: str = "",
+) -> None:
+    """Writes an SVG or a PNG, by the name of `path`. Raises `ValueError` without bars.
+
+    `labels`: of implementations in the legend, where it should not be their names.
+    """
     if not bars:
         raise ValueError("there is no time of a forward or backward to draw")
     rows = list(dict.fromkeys(bar.row for bar in bars))
@@ -99,9 +117,12 @@ def draw(bars: list[Bar], title: str, path: pathlib.Path, digest: str = "") -> N
         for row, pair in zip(rows, axes):
             for timed, panel in zip(PASSES, pair):
                 shown = [bar for bar in bars if (bar.row, bar.timed) == (row, timed)]
-                _panel(panel, shown, names)
-                panel.set_title(f"{row} {timed}", loc="left", color=MUTED, fontsize=10)
-        handles = [Patch(color=color(name, names), label=NAMES.get(name, name)) for name in names]
+                _panel(panel, shown)
+                panel.set_title(f"{row}: {timed}", loc="left", color=MUTED, fontsize=10)
+        handles = []
+        for name in names:
+            label = (labels or {}).get(name, name)
+            handles.append(Patch(color=COLORS[name], label=label))
         if any(bar.mark for bar in bars):
             handles.append(Patch(color="none", label="† drops small decays"))
         figure.legend(handles=handles, loc="outside lower left", ncols=len(handles), frameon=False)
@@ -121,7 +142,7 @@ def _height(bars: list[Bar]) -> float:
     return 0.6 + BAR_INCHES * max(counts)
 
 
-def _panel(panel: Axes, bars: list[Bar], names: list[str]) -> None:
+def _panel(panel: Axes, bars: list[Bar]) -> None:
     """Horizontal bars on a logarithmic axis, each with its value behind its end."""
     ticks = {}
     at = 0.0
@@ -129,10 +150,16 @@ def _panel(panel: Axes, bars: list[Bar], names: list[str]) -> None:
         group = [bar for bar in bars if bar.shape == shape]
         ticks[shape] = at + (len(group) - 1) / 2
         for bar in group:
-            panel.barh(at, bar.ms, height=0.82, color=color(bar.implementation, names))
-            text = f" {number(bar.ms)}{bar.mark}"
-            ours = "bold" if bar.implementation in OURS else "normal"
-            panel.text(bar.ms, at, text, va="center", fontsize=9, fontweight=ours)
+            panel.barh(at, bar.ms, height=0.82, color=COLORS[bar.implementation])
+            panel.annotate(
+                f"{number(bar.ms)}{bar.mark}",
+                (bar.ms, at),
+                xytext=(4, 0),
+                textcoords="offset points",
+                va="center",
+                fontsize=9,
+                fontweight="bold" if bar.implementation in OURS else "normal",
+            )
             at += 1
         at += 0.8
     panel.set_yticks(list(ticks.values()), list(ticks))
@@ -145,9 +172,3 @@ def _panel(panel: Axes, bars: list[Bar], names: list[str]) -> None:
     panel.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
     panel.minorticks_off()
     panel.grid(axis="x", color=GRID, linewidth=0.8)
-
-
-def color(name: str, names: list[str]) -> str:
-    """The colour of an implementation among those that are drawn."""
-    peers = [other for other in names if other not in OURS]
-    return OURS[name] if name in OURS else PEERS[peers.index(name) % len(PEERS)]

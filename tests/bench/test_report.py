@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from benchmarks import overview, pages, plot, report, results
 from benchmarks.ceilings import Ceilings
 from benchmarks.measure import Timing
+from benchmarks.providers import PROVIDERS
 from benchmarks.results import Results, Row
 from benchmarks.shapes import Case, Shape
 from jfla.cli.app import app
@@ -167,8 +168,12 @@ def test_the_picture_is_small_and_names_everybody():
     assert height <= 900
     assert width <= 900
     assert len(text) < 60_000
-    for name in ("jfla", "FLA 0.6.0", "cuDNN", "FlashQLA", "KDA forward", "GDN backward"):
+    for name in ("jfla", "FLA 0.6.0", "cuDNN", "FlashQLA", "KDA: forward", "GDN: backward"):
         assert name in text
+
+
+def test_every_implementation_has_a_color():
+    assert plot.COLORS.keys() == PROVIDERS.keys()
 
 
 def test_there_is_nothing_to_draw_without_times(record: Results, tmp_path: pathlib.Path):
