@@ -37,7 +37,10 @@ def measured(repeats: int) -> Ceilings:
     dtype = jnp.bfloat16 if gpu else jnp.float32
     factors = tuple(jax.random.normal(jax.random.key(1), (2, n, n), dtype))
     matmul_ms = _ms(jax.jit(lambda ab: ab[0] @ ab[1]), factors, repeats)
-    return Ceilings(bytes_ / copy_ms * 1e-9, 2 * n**3 / matmul_ms * 1e-9)
+    return Ceilings(
+        copy_tb_per_s=bytes_ / copy_ms * 1e-9,
+        matmul_tflop_per_s=2 * n**3 / matmul_ms * 1e-9,
+    )
 
 
 def _plus_one(x: Array) -> Array:

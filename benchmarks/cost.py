@@ -70,7 +70,10 @@ def cost(op: Op, name: Pass, shape: Shape) -> Cost:
         if op == "kda":
             keys = 3 * tokens * shape.value_heads * dim * 2
         squares = chunks * 2 * CHUNK * CHUNK * 2
-        return Cost(keys + squares + 2 * v + state, chunks * (4 * c2k + 6 * ckv))
+        flops = chunks * (4 * c2k + 6 * ckv)
+        return Cost(keys + squares + 2 * v + state, flops)
     if name == "forward":
-        return Cost(qk + 2 * v + gates + state, chunks * (8 * c2k + 6 * ckv + c3 / 3))
-    return Cost(2 * qk + 3 * v + 2 * gates, chunks * (26 * c2k + 16 * ckv + c3 * 13 / 3))
+        flops = chunks * (8 * c2k + 6 * ckv + c3 / 3)
+        return Cost(qk + 2 * v + gates + state, flops)
+    flops = chunks * (26 * c2k + 16 * ckv + c3 * 13 / 3)
+    return Cost(2 * qk + 3 * v + 2 * gates, flops)

@@ -139,15 +139,17 @@ def _run(op: Op, before: int, lengths: tuple[int, ...] | None, rounded: Arrays) 
     """Output, final state (but for packed sequences) and, where there is a cotangent, the
     gradients: those behind the first `before` tokens, which are run for the state that they leave.
     """
-    arrays = {name: x.astype(jnp.float64) for name, x in rounded.items()}
-    if lengths is not None:
-        arrays = {name: _side_by_side(x, lengths) for name, x in arrays.items()}
+    arrays = {}
+    for name, x in rounded.items():
+        wide = x.astype(jnp.float64)
+        arrays[name] = wide if lengths is None else _side_by_side(wide, lengths)
     recurrent = getattr(reference, f"recurrent_{op}")
     main = [arrays[name] for name in MAIN]
     initial = arrays.get("initial_state")
     cotangent = arrays.get("do")
     if before:
-        initial = _in_blocks(recurrent, initial, *(x[:, :before] for x in main))[1]
+        first = [x[:, :before] for x in main]
+        _, initial = _in_blocks(recurrent, initial, *first)
         main = [x[:, before:] for x in main]
         cotangent = None if cotangent is None else cotangent[:, before:]
 
@@ -158,7 +160,9 @@ def _run(op: Op, before: int, lengths: tuple[int, ...] | None, rounded: Arrays) 
     else:
         output, adjoint, final = jax.vjp(forward, *main, has_aux=True)
         gradients = adjoint(cotangent)
-    found = {"output": output} | {f"d{name}": x for name, x in zip(MAIN, gradients)}
+    found = {"output": output}
+    for name, gradient in zip(MAIN, gradients):
+        found[f"d{name}"] = gradient
     if lengths is not None:
         return {name: _end_to_end(x, lengths) for name, x in found.items()}
     return found | {"final_state": final}
@@ -175,8 +179,10 @@ def _side_by_side(x: Array, lengths: tuple[int, ...]) -> Array:
     starts = np.cumsum([0, *lengths[:-1]])[:, None]
     ends = np.cumsum(lengths)[:, None]
     index = starts + offsets
-    inside = jnp.asarray(index < ends).reshape(*index.shape, *[1] * (x.ndim - 2))
-    return jnp.where(inside, x[0, np.minimum(index, ends - 1)], 0)
+    feature_axes = [1] * (x.ndim - 2)
+    inside = jnp.asarray(index < ends).reshape(*index.shape, *feature_axes)
+    tokens = x[0, np.minimum(index, ends - 1)]
+    return jnp.where(inside, tokens, 0)
 
 
 def _end_to_end(x: Array, lengths: tuple[int, ...]) -> Array:
@@ -194,10 +200,12 @@ def _in_blocks(
     batch, time = q.shape[:2]
     block = math.gcd(time, BLOCK)
     if initial is None:
-        initial = jnp.zeros((batch, v.shape[2], q.shape[-1], v.shape[-1]), q.dtype)
+        state_shape = (batch, v.shape[2], q.shape[-1], v.shape[-1])
+        initial = jnp.zeros(state_shape, q.dtype)
 
     def by_block(x: Array) -> Array:
-        return jnp.moveaxis(x.reshape(batch, time // block, block, *x.shape[2:]), 1, 0)
+        cut = x.reshape(batch, time // block, block, *x.shape[2:])
+        return jnp.moveaxis(cut, 1, 0)
 
     @jax.checkpoint
     def body(state: Array, xs: tuple[Array, ...]) -> tuple[Array, Array]:

@@ -33,7 +33,9 @@ def cu_seqlens(packing: Packing, time: int, segments: int) -> Int[np.ndarray, " 
         random = np.random.default_rng(0)
         inner = np.sort(random.choice(np.arange(1, time), segments - 1, replace=False))
     else:
-        inner = time // 2 + np.arange(segments - 1) * (time - time // 2) // (segments - 1)
+        first = time // 2
+        others = segments - 1
+        inner = first + np.arange(others) * (time - first) // others
     return np.concatenate([[0], inner, [time]]).astype(np.int32)
 
 
@@ -67,7 +69,8 @@ def _draw(case: Case, seed: int) -> Arrays:
         return jax.random.normal(next(keys), (shape.batch, shape.time, *rest))
 
     def unit(x: Array) -> Array:
-        return (x / jnp.linalg.norm(x, axis=-1, keepdims=True)).astype(jnp.bfloat16)
+        norm = jnp.linalg.norm(x, axis=-1, keepdims=True)
+        return (x / norm).astype(jnp.bfloat16)
 
     dim = shape.dim
     value_heads = shape.value_heads

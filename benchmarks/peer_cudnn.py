@@ -26,12 +26,15 @@ def _with_lengths_and_state(x: dict[str, Any]) -> dict[str, Any]:
     """Sequences end to end, each with an initial state; the backward has a workspace."""
     batch, time, heads, dim = x["q"].shape
     if "cu_seqlens" not in x:
-        x = x | {"cu_seqlens": torch.arange(batch + 1, device="cuda", dtype=torch.int32) * time}
+        ends = torch.arange(batch + 1, device="cuda", dtype=torch.int32) * time
+        x = x | {"cu_seqlens": ends}
     sequences = x["cu_seqlens"].numel() - 1
-    x = x | {"state": torch.zeros(sequences, heads, dim, dim, device="cuda")}
+    state = torch.zeros(sequences, heads, dim, dim, device="cuda")
+    x = x | {"state": state}
     if "do" in x:
         size = cuda_bwd_host.workspace_bytes(batch * time, heads, sequences)
-        x = x | {"workspace": torch.empty(size, device="cuda", dtype=torch.uint8)}
+        workspace = torch.empty(size, device="cuda", dtype=torch.uint8)
+        x = x | {"workspace": workspace}
     return x
 
 
