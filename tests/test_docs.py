@@ -106,7 +106,7 @@ def test_the_equations_are_the_definition(op):
         want = adjoint(tuple(map(jnp.asarray, cotangents)))
         np.testing.assert_allclose(x["o"], o, rtol=1e-11, atol=1e-12)
         np.testing.assert_allclose(x["S_out"], s_out, rtol=1e-11, atol=1e-12)
-        for name, dx, ref in zip("q k v g beta state".split(), gradients(x, *cotangents), want):
+        for name, dx, ref in zip(["q", "k", "v", "g", "beta", "state"], gradients(x, *cotangents), want):
             if name == "g" and op == "gdn":
                 dx = dx.sum(1, keepdims=True)
             np.testing.assert_allclose(dx, ref, rtol=1e-10, atol=1e-11, err_msg=name)
@@ -147,9 +147,14 @@ def test_code_cites_equations_that_exist():
 
 
 @pytest.mark.parametrize("page", ["index.md", "usage.md"])
-def test_examples_run(page):
+def test_examples_run_and_print_what_they_say(page, capsys):
     blocks = re.findall(r"^```python\n(.*?)^```", (DOCS / page).read_text(), flags=re.DOTALL | re.MULTILINE)
-    assert blocks
     names: dict[str, object] = {}
+    said = []
     for block in blocks:
         exec(compile(block, f"docs/{page}", "exec"), names)
+        said += re.findall(r"^print\(.*\)  # (.*)$", block, flags=re.MULTILINE)
+    printed = capsys.readouterr().out.splitlines()
+    assert len(said) == len(printed) > 0
+    for comment, line in zip(said, printed):
+        assert comment.startswith(line), (comment, line)
