@@ -31,6 +31,7 @@ def equation_1(q, k, v, g, beta, state):
     arrays = [x[None, :, None] for x in (q, k, v)] + [g if g.shape[-1] == K else g[..., 0], beta[None, :, None]]
     op = jfla.reference.recurrent_kda if g.shape[-1] == K else jfla.reference.recurrent_gdn
     out = op(*arrays, initial_state=state[None, None], return_final_state=True)
+    assert out.final_state is not None
     return out.output[0, :, 0], out.final_state[0, 0]
 
 
