@@ -1,4 +1,4 @@
-"""Puts the doctests of docstrings into code blocks, for the documentation: Markdown would read `>>>` as a quotation."""
+"""Puts doctests of docstrings into code blocks: Markdown would read `>>>` as a quotation."""
 
 import re
 from typing import Any

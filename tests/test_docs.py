@@ -1,4 +1,4 @@
-"""The documentation: every equation of docs/math.md in float64 against the definition, and every example runs."""
+"""The documentation: the equations of docs/math.md against the definition; every example runs."""
 
 import pathlib
 import re
@@ -28,7 +28,10 @@ def draw(op):
 def equation_1(q, k, v, g, beta, state):
     """The definition, for one head without batch."""
     g = g[None, :, None]
-    arrays = [x[None, :, None] for x in (q, k, v)] + [g if g.shape[-1] == K else g[..., 0], beta[None, :, None]]
+    arrays = [x[None, :, None] for x in (q, k, v)] + [
+        g if g.shape[-1] == K else g[..., 0],
+        beta[None, :, None],
+    ]
     op = jfla.reference.recurrent_kda if g.shape[-1] == K else jfla.reference.recurrent_gdn
     out = op(*arrays, initial_state=state[None, None], return_final_state=True)
     assert out.final_state is not None
@@ -78,7 +81,9 @@ def gradients(x, do, ds_out):
     dk_out = x["eta"] * (x["v_new"] @ ds_out.T)
     dq_late = np.einsum("ij,ijd,jd->id", w_q, x["D"], k)
     dk_late = np.einsum("ij,ijd,jd->id", w_k, x["D"], k)
-    dk_early = np.einsum("ij,ijd,id->jd", w_q, x["D"], q) + np.einsum("ij,ijd,id->jd", w_k, x["D"], k)
+    dk_early = np.einsum("ij,ijd,id->jd", w_q, x["D"], q) + np.einsum(
+        "ij,ijd,id->jd", w_k, x["D"], k
+    )
     dq = dq_in + dq_late + w * k
     dk = dk_in + dk_out + dk_late + dk_early + w * q
 
@@ -94,7 +99,9 @@ def gradients(x, do, ds_out):
     ])  # fmt: skip
     z = q * dq_late + k * dk_late - k * dk_early
     from_one_anchor = np.cumsum(z[::-1], axis=0)[::-1]  # equation (17)
-    np.testing.assert_allclose(from_one_anchor, [pairs[m:, :m].sum((0, 1)) for m in range(C)], atol=1e-12)
+    np.testing.assert_allclose(
+        from_one_anchor, [pairs[m:, :m].sum((0, 1)) for m in range(C)], atol=1e-12
+    )
     return SCALE * dq, dk, dv, dg, dbeta, ds
 
 
@@ -107,7 +114,9 @@ def test_the_equations_are_the_definition(op):
         want = adjoint(tuple(map(jnp.asarray, cotangents)))
         np.testing.assert_allclose(x["o"], o, rtol=1e-11, atol=1e-12)
         np.testing.assert_allclose(x["S_out"], s_out, rtol=1e-11, atol=1e-12)
-        for name, dx, ref in zip(["q", "k", "v", "g", "beta", "state"], gradients(x, *cotangents), want):
+        for name, dx, ref in zip(
+            ["q", "k", "v", "g", "beta", "state"], gradients(x, *cotangents), want
+        ):
             if name == "g" and op == "gdn":
                 dx = dx.sum(1, keepdims=True)
             np.testing.assert_allclose(dx, ref, rtol=1e-10, atol=1e-11, err_msg=name)
@@ -130,7 +139,9 @@ def test_time_composes():
     unit = np.eye(C) + np.diag(beta) @ one_chunk(q, k, v, g, beta, state)["M"]
     inverse, half = np.linalg.inv(unit), C // 2
     early, late = inverse[:half, :half], inverse[half:, half:]
-    np.testing.assert_allclose(inverse[half:, :half], -late @ unit[half:, :half] @ early, atol=1e-12)
+    np.testing.assert_allclose(
+        inverse[half:, :half], -late @ unit[half:, :half] @ early, atol=1e-12
+    )
 
 
 def test_every_equation_has_its_number_and_anchor():
@@ -155,7 +166,9 @@ def test_files_that_the_documentation_names_exist():
 
 @pytest.mark.parametrize("page", ["index.md", "usage.md"])
 def test_examples_run_and_print_what_they_say(page, capsys):
-    blocks = re.findall(r"^```python\n(.*?)^```", (DOCS / page).read_text(), flags=re.DOTALL | re.MULTILINE)
+    blocks = re.findall(
+        r"^```python\n(.*?)^```", (DOCS / page).read_text(), flags=re.DOTALL | re.MULTILINE
+    )
     names: dict[str, object] = {}
     said = []
     for block in blocks:
