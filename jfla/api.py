@@ -1,63 +1,12 @@
-"""The public ops: validate, choose an implementation, call it. Nothing else happens here."""
-
-import functools
-import inspect
-from collections.abc import Callable
-from typing import Any
+"""The public ops: their signatures and meaning. `dispatch` validates a call, chooses an implementation and runs it."""
 
 from jaxtyping import Array, Float, Int
 
-from jfla import pallas, reference
-from jfla._types import DeltaRuleOutput, Implementation
-from jfla._validate import validate, validate_recurrent
+from jfla import dispatch
 from jfla.gates import Gate
-
-_ARGUMENTS = """
-    **Arguments:**
-
-    - `q`, `k`: `[B, T, H, K]`.
-    - `v`: `[B, T, HV, V]`, HV a multiple of H; value head hv reads query and key head `hv // (HV / H)`.
-    - `g`: `{g}`, natural-log decay per token, <= 0; the raw gate input when `gate` is given.
-    - `beta`: `[B, T, HV]`, the strength of a write; logits when `beta_max` is given.
-    - `gate`: None, `SoftplusGate(a_log, dt_bias)` or `SigmoidGate(a_log, dt_bias, lower_bound)`, applied to `g`.
-    - `beta_max`: None takes `beta` as given; 1.0 is `sigmoid(beta)`; 2.0 is `2 sigmoid(beta)`, which allows negative
-      eigenvalues.
-    - `qk_norm`: l2-normalises q and k over K, `x * rsqrt(sum(x^2) + 1e-6)`.
-    - `scale`: multiplies q; `K ** -0.5` by default.
-    - `initial_state`: `[B, HV, K, V]` float32, or `[B, S, HV, K, V]` with segments; zero by default.
-    - `return_final_state`: whether the state after the last token comes back.{states}
-    - `segment_ids`: `[B, T]` integers in 1 .. S, not decreasing along T, 0 for padding at the end: sequences packed one
-      behind the other that do not see each other. An id that does not occur is an empty sequence: its final state is
-      its initial state.
-    - `num_segments`: S, static; taken from `initial_state` when that is given, needed to return final states.
-    - `implementation`: None chooses ("pallas" where `jfla.pallas.supported` says None, else "xla"); a named one never
-      falls back to another.
-
-    **Returns:** `DeltaRuleOutput(output, final_state)`: `output` `[B, T, HV, V]` in the dtype of `v`; `final_state`
-    like `initial_state`, or None unless asked for. Both are differentiable in every float argument; padding has output
-    and gradients of exactly 0.
-
-    **Raises:** `ValueError` naming the argument, what was expected and what came; `NotImplementedError` with the reason
-    when the implementation asked for by name cannot take the call.
-"""
-
-_STATES = """
-    - `return_states`: `final_state` is then the state after every token, `[B, T, HV, K, V]`, whatever
-      `return_final_state` says. `final_state[:, n - 1]` is the state after n tokens: where n of T drafted tokens are
-      accepted, decoding goes on from there. The initial state is not written over. Not with `segment_ids`."""
+from jfla.types import GDN, KDA, DeltaRuleOutput, Implementation
 
 
-def _documented(g: str, states: str = "") -> Callable:
-    def fill(function: Callable) -> Callable:
-        text = inspect.cleandoc(function.__doc__ or "")
-        arguments = inspect.cleandoc(_ARGUMENTS.format(g=g, states=states))
-        function.__doc__ = text.replace("{arguments}", f"\n{arguments}\n")
-        return function
-
-    return fill
-
-
-@_documented("[B, T, HV, K]")
 def chunk_kda(
     q: Float[Array, "B T H K"],
     k: Float[Array, "B T H K"],
@@ -80,7 +29,37 @@ def chunk_kda(
         S_t = (I - beta_t k_t k_t^T) diag(exp(g_t)) S_(t-1) + beta_t k_t v_t^T          o_t = S_t^T (scale q_t)
 
     Every key channel decays on its own. Sequences are cut in chunks of 64 tokens; time and memory are linear in T.
-    {arguments}
+
+    **Arguments:**
+
+    - `q`, `k`: `[B, T, H, K]`, float32, bfloat16 or float16 (float64 with "xla").
+    - `v`: `[B, T, HV, V]`, HV a multiple of H; value head hv reads query and key head `hv // (HV / H)`.
+    - `g`: `[B, T, HV, K]`, natural-log decay per token, <= 0; the raw gate input when `gate` is given.
+    - `beta`: `[B, T, HV]`, the strength of a write; logits when `beta_max` is given.
+    - `gate`: None, `SoftplusGate(a_log, dt_bias)` or `SigmoidGate(a_log, dt_bias, lower_bound)`, applied to `g`.
+    - `beta_max`: None takes `beta` as given; 1.0 is `sigmoid(beta)`; 2.0 is `2 sigmoid(beta)`, which allows negative
+      eigenvalues.
+    - `qk_norm`: l2-normalises q and k over K, `x * rsqrt(sum(x^2) + 1e-6)`.
+    - `scale`: multiplies q; `K ** -0.5` by default.
+    - `initial_state`: `[B, HV, K, V]` float32, or `[B, S, HV, K, V]` with segments; zero by default.
+    - `return_final_state`: whether the state after the last token comes back.
+    - `segment_ids`: `[B, T]` integers in 1 .. S, not decreasing along T, 0 for padding at the end: sequences packed one
+      behind the other that do not see each other. An id that does not occur is an empty sequence: its final state is
+      its initial state.
+    - `num_segments`: S, static; taken from `initial_state` when that is given, needed to return final states.
+    - `implementation`: None chooses (see `jfla.explain`); "pallas" and "xla" are taken as named and never fall back.
+
+    **Returns:** `DeltaRuleOutput(output, final_state)`: `output` `[B, T, HV, V]` in the dtype of `v`; `final_state`
+    like `initial_state`, float32, or None unless asked for. Both are differentiable in every float argument, and
+    gradients come back in the dtype of their argument; padding has output and gradients of exactly 0.
+
+    **Rounding:** "xla" computes in float32 at the highest matmul precision (float64 if an input is float64). "pallas"
+    rounds float16 to bfloat16, multiplies bfloat16 and accumulates in float32; the gates' sums, the state between
+    chunks and what a gradient is summed from are float32.
+
+    **Raises:** `ValueError` naming the argument, what was expected and what came; `NotImplementedError` with the reason
+    when the implementation asked for by name cannot take the call.
+
     Reference: Kimi Linear: An Expressive, Efficient Attention Architecture (arXiv:2510.26692).
 
     >>> import jax, jfla
@@ -90,14 +69,26 @@ def chunk_kda(
     >>> print(out.output.shape, out.final_state.shape)
     (1, 100, 2, 16) (1, 2, 16, 16)
     """
-    return _run(
-        "kda", "chunk", q, k, v, g, beta, gate=gate, beta_max=beta_max, qk_norm=qk_norm, scale=scale,
-        initial_state=initial_state, return_final_state=return_final_state, segment_ids=segment_ids,
-        num_segments=num_segments, implementation=implementation,
-    )  # fmt: skip
+    return dispatch.run(
+        KDA,
+        "chunk",
+        q,
+        k,
+        v,
+        g,
+        beta,
+        gate=gate,
+        beta_max=beta_max,
+        qk_norm=qk_norm,
+        scale=scale,
+        initial_state=initial_state,
+        return_final_state=return_final_state,
+        segment_ids=segment_ids,
+        num_segments=num_segments,
+        implementation=implementation,
+    )
 
 
-@_documented("[B, T, HV]")
 def chunk_gdn(
     q: Float[Array, "B T H K"],
     k: Float[Array, "B T H K"],
@@ -120,7 +111,37 @@ def chunk_gdn(
         S_t = exp(g_t) (I - beta_t k_t k_t^T) S_(t-1) + beta_t k_t v_t^T          o_t = S_t^T (scale q_t)
 
     The whole state of a head decays together. Sequences are cut in chunks of 64 tokens; time and memory grow linearly.
-    {arguments}
+
+    **Arguments:**
+
+    - `q`, `k`: `[B, T, H, K]`, float32, bfloat16 or float16 (float64 with "xla").
+    - `v`: `[B, T, HV, V]`, HV a multiple of H; value head hv reads query and key head `hv // (HV / H)`.
+    - `g`: `[B, T, HV]`, natural-log decay per token, <= 0; the raw gate input when `gate` is given.
+    - `beta`: `[B, T, HV]`, the strength of a write; logits when `beta_max` is given.
+    - `gate`: None, `SoftplusGate(a_log, dt_bias)` or `SigmoidGate(a_log, dt_bias, lower_bound)`, applied to `g`.
+    - `beta_max`: None takes `beta` as given; 1.0 is `sigmoid(beta)`; 2.0 is `2 sigmoid(beta)`, which allows negative
+      eigenvalues.
+    - `qk_norm`: l2-normalises q and k over K, `x * rsqrt(sum(x^2) + 1e-6)`.
+    - `scale`: multiplies q; `K ** -0.5` by default.
+    - `initial_state`: `[B, HV, K, V]` float32, or `[B, S, HV, K, V]` with segments; zero by default.
+    - `return_final_state`: whether the state after the last token comes back.
+    - `segment_ids`: `[B, T]` integers in 1 .. S, not decreasing along T, 0 for padding at the end: sequences packed one
+      behind the other that do not see each other. An id that does not occur is an empty sequence: its final state is
+      its initial state.
+    - `num_segments`: S, static; taken from `initial_state` when that is given, needed to return final states.
+    - `implementation`: None chooses (see `jfla.explain`); "pallas" and "xla" are taken as named and never fall back.
+
+    **Returns:** `DeltaRuleOutput(output, final_state)`: `output` `[B, T, HV, V]` in the dtype of `v`; `final_state`
+    like `initial_state`, float32, or None unless asked for. Both are differentiable in every float argument, and
+    gradients come back in the dtype of their argument; padding has output and gradients of exactly 0.
+
+    **Rounding:** "xla" computes in float32 at the highest matmul precision (float64 if an input is float64). "pallas"
+    rounds float16 to bfloat16, multiplies bfloat16 and accumulates in float32; the gates' sums, the state between
+    chunks and what a gradient is summed from are float32.
+
+    **Raises:** `ValueError` naming the argument, what was expected and what came; `NotImplementedError` with the reason
+    when the implementation asked for by name cannot take the call.
+
     Reference: Yang, Kautz, Hatamizadeh, Gated Delta Networks: Improving Mamba2 with Delta Rule (arXiv:2412.06464).
 
     >>> import jax, jfla
@@ -130,14 +151,26 @@ def chunk_gdn(
     >>> jfla.chunk_gdn(q, k, v, g, beta, gate=gate, beta_max=1.0, qk_norm=True).output.shape
     (1, 100, 2, 16)
     """
-    return _run(
-        "gdn", "chunk", q, k, v, g, beta, gate=gate, beta_max=beta_max, qk_norm=qk_norm, scale=scale,
-        initial_state=initial_state, return_final_state=return_final_state, segment_ids=segment_ids,
-        num_segments=num_segments, implementation=implementation,
-    )  # fmt: skip
+    return dispatch.run(
+        GDN,
+        "chunk",
+        q,
+        k,
+        v,
+        g,
+        beta,
+        gate=gate,
+        beta_max=beta_max,
+        qk_norm=qk_norm,
+        scale=scale,
+        initial_state=initial_state,
+        return_final_state=return_final_state,
+        segment_ids=segment_ids,
+        num_segments=num_segments,
+        implementation=implementation,
+    )
 
 
-@_documented("[B, T, HV, K]", _STATES)
 def recurrent_kda(
     q: Float[Array, "B T H K"],
     k: Float[Array, "B T H K"],
@@ -162,7 +195,39 @@ def recurrent_kda(
 
     "pallas" is one kernel for up to 8 tokens a call. Donate `initial_state` (`jax.jit(..., donate_argnames=...)`), or
     carry it through a `lax.scan`, and the state is written in place. Derivatives are those of "xla", which then runs.
-    {arguments}
+
+    **Arguments:**
+
+    - `q`, `k`: `[B, T, H, K]`, float32, bfloat16 or float16 (float64 with "xla").
+    - `v`: `[B, T, HV, V]`, HV a multiple of H; value head hv reads query and key head `hv // (HV / H)`.
+    - `g`: `[B, T, HV, K]`, natural-log decay per token, <= 0; the raw gate input when `gate` is given.
+    - `beta`: `[B, T, HV]`, the strength of a write; logits when `beta_max` is given.
+    - `gate`: None, `SoftplusGate(a_log, dt_bias)` or `SigmoidGate(a_log, dt_bias, lower_bound)`, applied to `g`.
+    - `beta_max`: None takes `beta` as given; 1.0 is `sigmoid(beta)`; 2.0 is `2 sigmoid(beta)`, which allows negative
+      eigenvalues.
+    - `qk_norm`: l2-normalises q and k over K, `x * rsqrt(sum(x^2) + 1e-6)`.
+    - `scale`: multiplies q; `K ** -0.5` by default.
+    - `initial_state`: `[B, HV, K, V]` float32, or `[B, S, HV, K, V]` with segments; zero by default.
+    - `return_final_state`: whether the state after the last token comes back.
+    - `return_states`: `final_state` is then the state after every token, `[B, T, HV, K, V]`, whatever
+      `return_final_state` says. `final_state[:, n - 1]` is the state after n tokens: where n of T drafted tokens are
+      accepted, decoding goes on from there. The initial state is not written over. Not with `segment_ids`.
+    - `segment_ids`: `[B, T]` integers in 1 .. S, not decreasing along T, 0 for padding at the end: sequences packed one
+      behind the other that do not see each other. An id that does not occur is an empty sequence: its final state is
+      its initial state.
+    - `num_segments`: S, static; taken from `initial_state` when that is given, needed to return final states.
+    - `implementation`: None chooses (see `jfla.explain`); "pallas" and "xla" are taken as named and never fall back.
+
+    **Returns:** `DeltaRuleOutput(output, final_state)`: `output` `[B, T, HV, V]` in the dtype of `v`; `final_state`
+    like `initial_state`, float32, or None unless asked for. Both are differentiable in every float argument, and
+    gradients come back in the dtype of their argument; padding has output and gradients of exactly 0.
+
+    **Rounding:** "xla" computes in float32 (float64 if an input is float64), and so does "pallas", with the GPU's
+    approximate exponential; only the output is rounded, to the dtype of `v`.
+
+    **Raises:** `ValueError` naming the argument, what was expected and what came; `NotImplementedError` with the reason
+    when the implementation asked for by name cannot take the call.
+
     Reference: Kimi Linear: An Expressive, Efficient Attention Architecture (arXiv:2510.26692).
 
     >>> import jax, jfla
@@ -172,14 +237,27 @@ def recurrent_kda(
     >>> print(out.output.shape, out.final_state.shape)
     (1, 1, 2, 16) (1, 2, 16, 16)
     """
-    return _run(
-        "kda", "recurrent", q, k, v, g, beta, gate=gate, beta_max=beta_max, qk_norm=qk_norm, scale=scale,
-        initial_state=initial_state, return_final_state=return_final_state, return_states=return_states,
-        segment_ids=segment_ids, num_segments=num_segments, implementation=implementation,
-    )  # fmt: skip
+    return dispatch.run(
+        KDA,
+        "recurrent",
+        q,
+        k,
+        v,
+        g,
+        beta,
+        gate=gate,
+        beta_max=beta_max,
+        qk_norm=qk_norm,
+        scale=scale,
+        initial_state=initial_state,
+        return_final_state=return_final_state,
+        return_states=return_states,
+        segment_ids=segment_ids,
+        num_segments=num_segments,
+        implementation=implementation,
+    )
 
 
-@_documented("[B, T, HV]", _STATES)
 def recurrent_gdn(
     q: Float[Array, "B T H K"],
     k: Float[Array, "B T H K"],
@@ -204,7 +282,39 @@ def recurrent_gdn(
 
     "pallas" is one kernel for up to 8 tokens a call. Donate `initial_state` (`jax.jit(..., donate_argnames=...)`), or
     carry it through a `lax.scan`, and the state is written in place. Derivatives are those of "xla", which then runs.
-    {arguments}
+
+    **Arguments:**
+
+    - `q`, `k`: `[B, T, H, K]`, float32, bfloat16 or float16 (float64 with "xla").
+    - `v`: `[B, T, HV, V]`, HV a multiple of H; value head hv reads query and key head `hv // (HV / H)`.
+    - `g`: `[B, T, HV]`, natural-log decay per token, <= 0; the raw gate input when `gate` is given.
+    - `beta`: `[B, T, HV]`, the strength of a write; logits when `beta_max` is given.
+    - `gate`: None, `SoftplusGate(a_log, dt_bias)` or `SigmoidGate(a_log, dt_bias, lower_bound)`, applied to `g`.
+    - `beta_max`: None takes `beta` as given; 1.0 is `sigmoid(beta)`; 2.0 is `2 sigmoid(beta)`, which allows negative
+      eigenvalues.
+    - `qk_norm`: l2-normalises q and k over K, `x * rsqrt(sum(x^2) + 1e-6)`.
+    - `scale`: multiplies q; `K ** -0.5` by default.
+    - `initial_state`: `[B, HV, K, V]` float32, or `[B, S, HV, K, V]` with segments; zero by default.
+    - `return_final_state`: whether the state after the last token comes back.
+    - `return_states`: `final_state` is then the state after every token, `[B, T, HV, K, V]`, whatever
+      `return_final_state` says. `final_state[:, n - 1]` is the state after n tokens: where n of T drafted tokens are
+      accepted, decoding goes on from there. The initial state is not written over. Not with `segment_ids`.
+    - `segment_ids`: `[B, T]` integers in 1 .. S, not decreasing along T, 0 for padding at the end: sequences packed one
+      behind the other that do not see each other. An id that does not occur is an empty sequence: its final state is
+      its initial state.
+    - `num_segments`: S, static; taken from `initial_state` when that is given, needed to return final states.
+    - `implementation`: None chooses (see `jfla.explain`); "pallas" and "xla" are taken as named and never fall back.
+
+    **Returns:** `DeltaRuleOutput(output, final_state)`: `output` `[B, T, HV, V]` in the dtype of `v`; `final_state`
+    like `initial_state`, float32, or None unless asked for. Both are differentiable in every float argument, and
+    gradients come back in the dtype of their argument; padding has output and gradients of exactly 0.
+
+    **Rounding:** "xla" computes in float32 (float64 if an input is float64), and so does "pallas", with the GPU's
+    approximate exponential; only the output is rounded, to the dtype of `v`.
+
+    **Raises:** `ValueError` naming the argument, what was expected and what came; `NotImplementedError` with the reason
+    when the implementation asked for by name cannot take the call.
+
     Reference: Yang, Kautz, Hatamizadeh, Gated Delta Networks: Improving Mamba2 with Delta Rule (arXiv:2412.06464).
 
     >>> import jax, jfla
@@ -216,29 +326,22 @@ def recurrent_gdn(
     >>> print(output.shape, states.shape, state.shape)
     (4, 5, 2, 16) (4, 5, 2, 16, 16) (4, 2, 16, 16)
     """
-    return _run(
-        "gdn", "recurrent", q, k, v, g, beta, gate=gate, beta_max=beta_max, qk_norm=qk_norm, scale=scale,
-        initial_state=initial_state, return_final_state=return_final_state, return_states=return_states,
-        segment_ids=segment_ids, num_segments=num_segments, implementation=implementation,
-    )  # fmt: skip
-
-
-_IMPLEMENTATIONS = {
-    ("chunk", "xla"): reference.chunked.apply,
-    ("recurrent", "xla"): reference.recurrent.apply,
-    ("chunk", "pallas"): pallas.chunked,
-    ("recurrent", "pallas"): functools.partial(pallas.recurrent, definition=reference.recurrent.apply),
-}
-
-
-def _run(
-    op: str, form: str, *arrays: Array, implementation: Implementation | None, **arguments: Any
-) -> DeltaRuleOutput:
-    check = validate if form == "chunk" else validate_recurrent
-    inputs, options = check(op, *arrays, implementation=implementation, **arguments)
-    if implementation != "xla":
-        reason = pallas.unsupported(form, inputs, options)
-        if implementation == "pallas" and reason is not None:
-            raise NotImplementedError(f'implementation="pallas" cannot take this call: {reason}')
-        implementation = "pallas" if reason is None else "xla"
-    return _IMPLEMENTATIONS[form, implementation](inputs, options)
+    return dispatch.run(
+        GDN,
+        "recurrent",
+        q,
+        k,
+        v,
+        g,
+        beta,
+        gate=gate,
+        beta_max=beta_max,
+        qk_norm=qk_norm,
+        scale=scale,
+        initial_state=initial_state,
+        return_final_state=return_final_state,
+        return_states=return_states,
+        segment_ids=segment_ids,
+        num_segments=num_segments,
+        implementation=implementation,
+    )

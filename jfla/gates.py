@@ -12,7 +12,7 @@ NORM_EPSILON = 1e-6
 _MAX_LOG_RATE = 60.0
 
 
-def wide(x: Array) -> Array:
+def at_least_f32(x: Array) -> Array:
     """Casts to float32, or leaves float64 as it is: the dtype in which everything here is computed."""
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
@@ -81,7 +81,11 @@ class SigmoidGate:
 
     def __call__(self, x: Float[Array, "*batch HV G"]) -> Float[Array, "*batch HV G"]:
         x = _biased(x, self.dt_bias)
-        rate = 1.0 if self.a_log is None else jnp.exp(jnp.minimum(_per_head(self.a_log, x), _MAX_LOG_RATE))
+        rate = (
+            1.0
+            if self.a_log is None
+            else jnp.exp(jnp.minimum(_per_head(self.a_log, x), _MAX_LOG_RATE))
+        )
         return self.lower_bound * jax.nn.sigmoid(rate * x)
 
 
@@ -89,7 +93,7 @@ Gate = SoftplusGate | SigmoidGate
 
 
 def _biased(x: Array, dt_bias: Array | None) -> Array:
-    x = wide(x)
+    x = at_least_f32(x)
     return x if dt_bias is None else x + _per_head(dt_bias, x)
 
 
@@ -101,15 +105,15 @@ def _per_head(parameter: Array, x: Array) -> Array:
 
 def log_decay(g: Float[Array, "B T HV G"], gate: Gate | None) -> Float[Array, "B T HV G"]:
     """The natural-log decay in float32 or wider: `g` itself, or the gate applied to it."""
-    return wide(g) if gate is None else gate(g)
+    return at_least_f32(g) if gate is None else gate(g)
 
 
 def write_strength(beta: Float[Array, "*shape"], beta_max: float | None) -> Float[Array, "*shape"]:
     """beta in float32 or wider: as given, or `beta_max * sigmoid(beta)` when the input is logits."""
-    return wide(beta) if beta_max is None else beta_max * jax.nn.sigmoid(wide(beta))
+    return at_least_f32(beta) if beta_max is None else beta_max * jax.nn.sigmoid(at_least_f32(beta))
 
 
 def l2norm(x: Float[Array, "*batch K"]) -> Float[Array, "*batch K"]:
     """x * rsqrt(sum(x^2) + 1e-6) over the last axis, in float32 or wider."""
-    x = wide(x)
+    x = at_least_f32(x)
     return x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + NORM_EPSILON)

@@ -8,10 +8,12 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Int, Integer, Shaped
 
-from jfla._types import CHUNK
+from jfla.types import CHUNK
 
 
-def segment_ids_from_cu_seqlens(cu_seqlens: Integer[Array, " S_plus_1"], total: int) -> Int[Array, "1 total"]:
+def segment_ids_from_cu_seqlens(
+    cu_seqlens: Integer[Array, " S_plus_1"], total: int
+) -> Int[Array, "1 total"]:
     """Segment ids of sequences packed one behind the other, from FlashAttention's cumulative lengths.
 
     **Arguments:**
@@ -29,8 +31,14 @@ def segment_ids_from_cu_seqlens(cu_seqlens: Integer[Array, " S_plus_1"], total: 
     [[1 1 3 0 0]]
     """
     cu_seqlens = jnp.asarray(cu_seqlens)
-    if cu_seqlens.ndim != 1 or cu_seqlens.size == 0 or not jnp.issubdtype(cu_seqlens.dtype, jnp.integer):
-        raise ValueError(f"cu_seqlens must be integers [S+1], got {cu_seqlens.dtype}{list(cu_seqlens.shape)}")
+    if (
+        cu_seqlens.ndim != 1
+        or cu_seqlens.size == 0
+        or not jnp.issubdtype(cu_seqlens.dtype, jnp.integer)
+    ):
+        raise ValueError(
+            f"cu_seqlens must be integers [S+1], got {cu_seqlens.dtype}{list(cu_seqlens.shape)}"
+        )
     if not isinstance(total, (int, np.integer)) or isinstance(total, bool) or total < 0:
         raise ValueError(f"total must be a static int >= 0, got {total!r}")
     if not isinstance(cu_seqlens, Tracer) and cu_seqlens.is_fully_addressable:
@@ -45,7 +53,9 @@ def _check_cu_seqlens(cu_seqlens: np.ndarray, total: int) -> None:
         raise ValueError(f"cu_seqlens must start at 0, got {cu_seqlens[0]}")
     if (cu_seqlens[1:] < cu_seqlens[:-1]).any():
         at = int(np.argmax(cu_seqlens[1:] < cu_seqlens[:-1]))
-        raise ValueError(f"cu_seqlens must not decrease, got {cu_seqlens[at]} before {cu_seqlens[at + 1]}")
+        raise ValueError(
+            f"cu_seqlens must not decrease, got {cu_seqlens[at]} before {cu_seqlens[at + 1]}"
+        )
     if cu_seqlens[-1] > total:
         raise ValueError(f"cu_seqlens must end at {total=} at most, got {cu_seqlens[-1]}")
 
@@ -59,9 +69,15 @@ def starts(segment_ids: Int[Array, "B T"]) -> Bool[Array, "B T"]:
 class Aligned(NamedTuple):
     """A grid in which every segment starts on a chunk boundary: the place of each token, the segment of each chunk."""
 
-    source: Int[Array, "B T_aligned"]  # packed position that an aligned row reads; T (out of range) where it is padding
-    target: Int[Array, "B T"]  # aligned row of each packed token; T_aligned (out of range) where it is padding
-    segment: Int[Array, "B N"]  # 0-based segment of each chunk; unused chunks point at the last segment
+    source: Int[
+        Array, "B T_aligned"
+    ]  # packed position that an aligned row reads; T (out of range) where it is padding
+    target: Int[
+        Array, "B T"
+    ]  # aligned row of each packed token; T_aligned (out of range) where it is padding
+    segment: Int[
+        Array, "B N"
+    ]  # 0-based segment of each chunk; unused chunks point at the last segment
 
 
 def align(segment_ids: Int[Array, "B T"], num_segments: int, chunk: int = CHUNK) -> Aligned:
@@ -73,25 +89,35 @@ def align(segment_ids: Int[Array, "B T"], num_segments: int, chunk: int = CHUNK)
     first_token = jnp.cumsum(lengths, axis=1) - lengths
     chunks = -(-lengths // chunk)
     last_chunk = jnp.cumsum(chunks, axis=1)
-    shift = (last_chunk - chunks) * chunk - first_token  # aligned row minus packed position, per segment
+    shift = (
+        last_chunk - chunks
+    ) * chunk - first_token  # aligned row minus packed position, per segment
     own_shift = jnp.take_along_axis(shift, jnp.maximum(segment_ids - 1, 0), axis=1)
     valid = (segment_ids > 0) & (segment_ids <= num_segments)
     target = jnp.where(valid, jnp.arange(time) + own_shift, n_chunks * chunk)
-    source = jax.vmap(lambda row: jnp.full(n_chunks * chunk, time).at[row].set(jnp.arange(time), mode="drop"))(target)
+    source = jax.vmap(
+        lambda row: jnp.full(n_chunks * chunk, time).at[row].set(jnp.arange(time), mode="drop")
+    )(target)
     segment = jnp.sum(jnp.arange(n_chunks)[None, :, None] >= last_chunk[:, None], axis=-1)
     return Aligned(source, target, jnp.minimum(segment, num_segments - 1))
 
 
-def take_rows(x: Shaped[Array, "B T *rest"], index: Int[Array, "B T_new"]) -> Shaped[Array, "B T_new *rest"]:
+def take_rows(
+    x: Shaped[Array, "B T *rest"], index: Int[Array, "B T_new"]
+) -> Shaped[Array, "B T_new *rest"]:
     """x[b, index[b, t]], and 0 where the index is out of range."""
-    return jnp.take_along_axis(x, index.reshape(index.shape + (1,) * (x.ndim - 2)), axis=1, mode="fill", fill_value=0)
+    return jnp.take_along_axis(
+        x, index.reshape(index.shape + (1,) * (x.ndim - 2)), axis=1, mode="fill", fill_value=0
+    )
 
 
 # A row of the batch reads and writes its own states. `states[rows, slot]` would say that a row may read any other one,
 # and a batch that lies on several devices would be gathered for it.
 
 
-def read_slot(states: Shaped[Array, "B S *state"], slot: Int[Array, " B"]) -> Shaped[Array, "B *state"]:
+def read_slot(
+    states: Shaped[Array, "B S *state"], slot: Int[Array, " B"]
+) -> Shaped[Array, "B *state"]:
     """states[b, slot[b]]."""
     return jax.vmap(lambda states, slot: states[slot])(states, slot)
 

@@ -1,4 +1,4 @@
-"""The definition and the portable implementation: plain JAX on any device, any float dtype.
+"""The definition: plain JAX on any device, any float dtype, differentiable in every mode.
 
 `recurrent_kda`, `recurrent_gdn`: the recurrence itself, token by token. `chunk_kda`, `chunk_gdn`: the chunked form
 without a derivative rule of its own. Both can be differentiated in forward mode and to any order (`jax.jvp`,
@@ -9,15 +9,22 @@ from typing import Any
 
 from jaxtyping import Array
 
-from jfla._types import DeltaRuleOutput
-from jfla._validate import DEFAULTS, validate, validate_recurrent
-from jfla.reference import chunked, recurrent
+from jfla._inputs.validate import DEFAULTS, validate, validate_recurrent
+from jfla.reference import recurrent
+from jfla.types import GDN, KDA, DeltaRuleOutput, Op
 
-__all__ = ["chunk_gdn", "chunk_kda", "chunked", "recurrent", "recurrent_gdn", "recurrent_kda"]
+__all__ = ["chunk_gdn", "chunk_kda", "recurrent", "recurrent_gdn", "recurrent_kda"]
 
 
 def recurrent_kda(
-    q: Array, k: Array, v: Array, g: Array, beta: Array, *, return_states: bool = False, **arguments: Any
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array,
+    beta: Array,
+    *,
+    return_states: bool = False,
+    **arguments: Any,
 ) -> DeltaRuleOutput:
     """The definition of Kimi Delta Attention, token by token.
 
@@ -33,13 +40,18 @@ def recurrent_kda(
     >>> print(jfla.reference.recurrent_kda(x, x, x, -x, beta, qk_norm=True).output.shape)
     (1, 3, 2, 4)
     """
-    return recurrent.apply(
-        *validate_recurrent("kda", q, k, v, g, beta, return_states=return_states, **_complete(arguments))
-    )
+    return _recurrent(KDA, q, k, v, g, beta, return_states=return_states, **arguments)
 
 
 def recurrent_gdn(
-    q: Array, k: Array, v: Array, g: Array, beta: Array, *, return_states: bool = False, **arguments: Any
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array,
+    beta: Array,
+    *,
+    return_states: bool = False,
+    **arguments: Any,
 ) -> DeltaRuleOutput:
     """The definition of Gated DeltaNet, token by token.
 
@@ -56,12 +68,12 @@ def recurrent_gdn(
     >>> print(jax.jvp(f, (x,), (x,))[1].shape)
     (1, 3, 2, 4)
     """
-    return recurrent.apply(
-        *validate_recurrent("gdn", q, k, v, g, beta, return_states=return_states, **_complete(arguments))
-    )
+    return _recurrent(GDN, q, k, v, g, beta, return_states=return_states, **arguments)
 
 
-def chunk_kda(q: Array, k: Array, v: Array, g: Array, beta: Array, **arguments: Any) -> DeltaRuleOutput:
+def chunk_kda(
+    q: Array, k: Array, v: Array, g: Array, beta: Array, **arguments: Any
+) -> DeltaRuleOutput:
     """Kimi Delta Attention in chunks, without a derivative rule of its own.
 
         S_t = (I - beta_t k_t k_t^T) diag(exp(g_t)) S_(t-1) + beta_t k_t v_t^T          o_t = S_t^T (scale q_t)
@@ -77,10 +89,12 @@ def chunk_kda(q: Array, k: Array, v: Array, g: Array, beta: Array, **arguments: 
     >>> print(jax.jvp(f, (x,), (x,))[1].shape)
     (1, 3, 2, 4)
     """
-    return chunked.plain(*validate("kda", q, k, v, g, beta, **_complete(arguments)))
+    return _chunk(KDA, q, k, v, g, beta, **arguments)
 
 
-def chunk_gdn(q: Array, k: Array, v: Array, g: Array, beta: Array, **arguments: Any) -> DeltaRuleOutput:
+def chunk_gdn(
+    q: Array, k: Array, v: Array, g: Array, beta: Array, **arguments: Any
+) -> DeltaRuleOutput:
     """Gated DeltaNet in chunks, without a derivative rule of its own.
 
         S_t = exp(g_t) (I - beta_t k_t k_t^T) S_(t-1) + beta_t k_t v_t^T          o_t = S_t^T (scale q_t)
@@ -95,7 +109,19 @@ def chunk_gdn(q: Array, k: Array, v: Array, g: Array, beta: Array, **arguments: 
     >>> print(jfla.reference.chunk_gdn(x, x, x, -beta, beta, qk_norm=True).output.shape)
     (1, 3, 2, 4)
     """
-    return chunked.plain(*validate("gdn", q, k, v, g, beta, **_complete(arguments)))
+    return _chunk(GDN, q, k, v, g, beta, **arguments)
+
+
+def _recurrent(op: Op, *arrays: Array, return_states: bool, **arguments: Any) -> DeltaRuleOutput:
+    arguments = _complete(arguments)
+    inputs, options = validate_recurrent(op, *arrays, return_states=return_states, **arguments)
+    return recurrent.run(inputs, options)
+
+
+def _chunk(op: Op, *arrays: Array, **arguments: Any) -> DeltaRuleOutput:
+    from jfla.xla.op import run_without_vjp
+
+    return run_without_vjp(*validate(op, *arrays, **_complete(arguments)))
 
 
 def _complete(arguments: dict[str, Any]) -> dict[str, Any]:

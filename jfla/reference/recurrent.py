@@ -15,10 +15,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jfla._mesh import compiler_partitioned
-from jfla._types import DeltaRuleOutput, Inputs, Options
+from jfla._inputs.canonicalize import TokenInputs, canonicalize, without_padding
 from jfla.packing import read_slot, write_slot
-from jfla.prepare import TokenInputs, prepare, without_padding
+from jfla.parallel.sharding import compiler_partitioned
+from jfla.types import DeltaRuleOutput, Inputs, Options
 
 
 def step(
@@ -46,23 +46,28 @@ def scan(
 
     def token(states, x):
         slot, *arrays = x
-        if states.shape[1] == 1:  # no gather: on several devices the state would travel for it at every token
+        if (
+            states.shape[1] == 1
+        ):  # no gather: on several devices the state would travel for it at every token
             state, output = step(states[:, 0], *arrays)
             return state[:, None], (output, state if every_state else None)
         state, output = step(read_slot(states, slot), *arrays)
         return write_slot(states, slot, state), (output, None)
 
-    by_time = [jnp.moveaxis(x, 1, 0) for x in (tokens.slot, tokens.q, tokens.k, tokens.v, tokens.g, tokens.beta)]
+    by_time = [
+        jnp.moveaxis(x, 1, 0)
+        for x in (tokens.slot, tokens.q, tokens.k, tokens.v, tokens.g, tokens.beta)
+    ]
     last, (outputs, states) = lax.scan(token, tokens.state, tuple(by_time))
     return jnp.moveaxis(outputs, 0, 1), last if states is None else jnp.moveaxis(states, 0, 1)
 
 
 @compiler_partitioned
 @functools.partial(jax.jit, static_argnames="options")
-def apply(inputs: Inputs, options: Options) -> DeltaRuleOutput:
+def run(inputs: Inputs, options: Options) -> DeltaRuleOutput:
     """Runs the definition on validated inputs: any float dtype, differentiable in every mode and to any order."""
     with jax.named_scope("jfla_recurrent"), jax.default_matmul_precision("highest"):
-        tokens = prepare(inputs, options)
+        tokens = canonicalize(inputs, options)
         output, states = scan(tokens, options.return_states)
         final = None
         if options.return_final_state:

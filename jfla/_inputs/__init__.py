@@ -1,0 +1,1 @@
+"""What happens to a call before any implementation: validation, elementwise transforms, chunks."""

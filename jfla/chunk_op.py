@@ -1,0 +1,102 @@
+"""The chunked ops by kernels: the derivative rule around a backend's forward and backward, and which one is lowered.
+
+A `Plan` is static. Where a call is traced, only its lowering knows the platform: `by_platform` then lowers the kernels
+for CUDA and "xla" for everything else. The residuals are the kernels': "xla" leaves zeros in their place and makes its
+own again in the backward.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from jfla.pallas.context import interpreted
+from jfla.pallas.heuristics import Schedule
+from jfla.pallas.sm90 import chunk as sm90
+from jfla.stages import IntraChunk, Residuals
+from jfla.types import DeltaRuleOutput, Inputs, Options
+from jfla.xla import op as xla
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How a call is carried out. `interpret` is part of the key under which the compiled function is kept."""
+
+    schedule: Schedule
+    interpret: bool = False
+    by_platform: bool = False
+
+
+def _forward(
+    inputs: Inputs, options: Options, plan: Plan, for_backward: bool
+) -> tuple[DeltaRuleOutput, Residuals]:
+    def kernels(inputs: Inputs) -> tuple[DeltaRuleOutput, Residuals]:
+        return sm90.forward(inputs, options, plan.schedule, for_backward=for_backward)
+
+    if not plan.by_platform:
+        return kernels(inputs)
+
+    def portable(inputs: Inputs) -> tuple[DeltaRuleOutput, Residuals]:
+        output, _ = xla.forward(inputs, options)
+        _, residuals = jax.eval_shape(kernels, inputs)
+        return output, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), residuals)
+
+    return lax.platform_dependent(inputs, cuda=kernels, default=portable)
+
+
+def _backward(
+    inputs: Inputs, options: Options, plan: Plan, residuals: Residuals, d_output: DeltaRuleOutput
+) -> Inputs:
+    def kernels(inputs: Inputs, residuals: Residuals, d_output: DeltaRuleOutput) -> Inputs:
+        d_final = d_output.final_state
+        schedule = plan.schedule
+        return sm90.backward(inputs, options, schedule, residuals, d_output.output, d_final)
+
+    if not plan.by_platform:
+        return kernels(inputs, residuals, d_output)
+
+    def portable(inputs: Inputs, residuals: Residuals, d_output: DeltaRuleOutput) -> Inputs:
+        _, pairs = xla.forward(inputs, options)
+        return xla.backward_of(inputs, options, pairs, d_output)
+
+    return lax.platform_dependent(inputs, residuals, d_output, cuda=kernels, default=portable)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _chunk(inputs: Inputs, options: Options, plan: Plan) -> DeltaRuleOutput:
+    with interpreted(plan.interpret):
+        return _forward(inputs, options, plan, for_backward=False)[0]
+
+
+def _chunk_fwd(inputs: Inputs, options: Options, plan: Plan) -> tuple[DeltaRuleOutput, Any]:
+    with interpreted(plan.interpret):
+        output, residuals = _forward(inputs, options, plan, for_backward=True)
+    return output, (inputs, _name(residuals))
+
+
+def _chunk_bwd(
+    options: Options, plan: Plan, kept: tuple[Inputs, Residuals], d_output: DeltaRuleOutput
+) -> tuple[Inputs]:
+    # The backward may be traced outside the contexts in which the forward was traced.
+    with interpreted(plan.interpret), jax.default_matmul_precision("highest"):
+        inputs, residuals = kept
+        return (_backward(inputs, options, plan, residuals, d_output),)
+
+
+def _name(residuals: Residuals) -> Residuals:
+    """For `jax.checkpoint_policies.save_only_these_names`."""
+    a_qk = checkpoint_name(residuals.intra.a_qk, "jfla_a_qk")
+    a_inv = checkpoint_name(residuals.intra.a_inv, "jfla_inverse")
+    checkpoints = residuals.state_checkpoints
+    if checkpoints is not None:
+        checkpoints = checkpoint_name(checkpoints, "jfla_states")
+    return Residuals(IntraChunk(a_qk, a_inv), checkpoints)
+
+
+_chunk.defvjp(_chunk_fwd, _chunk_bwd)
+
+run = jax.jit(_chunk, static_argnames=("options", "plan"))

@@ -1,0 +1,176 @@
+"""The caller's arrays as the kernels read them: whole chunks, bf16, packing as decay resets; and cotangents back."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from jfla._inputs.canonicalize import without_padding
+from jfla.gates import Gate, l2norm, log_decay, write_strength
+from jfla.packing import starts
+from jfla.pallas.heuristics import Dims
+from jfla.pallas.mgpu.smem import BF16, F32
+from jfla.pallas.sm90.chunk_index import CHANNEL_BLOCK
+from jfla.pallas.sm90.gate import LOG2E, STRONGEST, gate_kind, gate_parameters, reset_rows
+from jfla.pallas.sm90.qk_tiles import QkgOperands, QkOptions
+from jfla.pallas.sm90.results import KernelGrads
+from jfla.types import CHUNK, Inputs, Options, State
+
+# A write strength of 0 becomes this, so that dbeta can be read off what was written: 1.5e-8 is nothing beside bf16, and
+# its root, which scales rows and columns of the float16 inverse, is in float16's range.
+SMALLEST_BETA = 2.0**-26
+
+
+class KernelArrays(NamedTuple):
+    """T is a multiple of the chunk. The tail and padding are 0: they write nothing and decay nothing."""
+
+    q: Float[Array, "B T H K"]
+    k: Float[Array, "B T H K"]
+    v: Float[Array, "B T HV V"]
+    g: Float[Array, "B T HV G"]
+    beta: Float[Array, "B T HV"]
+    initial: Float[Array, "B HV 1 V K"] | None
+    resets: Float[Array, "B T"] | None
+
+    @property
+    def dims(self) -> Dims:
+        batch, time, heads, value_dim = self.v.shape
+        return Dims(batch, heads, time // CHUNK, value_dim, self.q.shape[-1])
+
+
+def kernel_arrays(inputs: Inputs, options: Options) -> KernelArrays:
+    """Of validated inputs. float16 becomes bfloat16, which the kernels compute with."""
+    g_dtype = inputs.g.dtype if inputs.g.dtype in (BF16, F32) else F32
+    beta = nonzero_beta(write_strength(inputs.beta, options.beta_max).astype(F32))
+    resets = None
+    if inputs.segment_ids is not None:
+        rows = reset_rows(inputs.segment_ids, starts(inputs.segment_ids))
+        resets = jnp.pad(rows, ((0, 0), (0, -rows.shape[1] % CHUNK)), constant_values=1.0)
+    return KernelArrays(
+        q=_pad_and_mask(inputs.q, BF16, inputs),
+        k=_pad_and_mask(inputs.k, BF16, inputs),
+        v=_pad_and_mask(inputs.v, BF16, inputs),
+        g=_pad_and_mask(inputs.g, g_dtype, inputs),
+        beta=_pad_and_mask(beta, F32, inputs),
+        initial=to_kernel_state(inputs.initial_state),
+        resets=resets,
+    )
+
+
+def _pad_and_mask(x: Array, dtype: Any, inputs: Inputs) -> Array:
+    """[B, T, ..] in `dtype`, 0 on padding and in the tail of the last chunk."""
+    x = x.astype(dtype)
+    if inputs.segment_ids is not None:
+        x = jnp.where(_match(inputs.segment_ids > 0, x), x, jnp.zeros((), dtype))
+    tail = -x.shape[1] % CHUNK
+    return jnp.pad(x, ((0, 0), (0, tail)) + ((0, 0),) * (x.ndim - 2)) if tail else x
+
+
+def _match(keep: Bool[Array, "B T"], x: Array) -> Bool[Array, "B T *ones"]:
+    return keep.reshape(keep.shape + (1,) * (x.ndim - 2))
+
+
+def to_kernel_state(state: State | None) -> Float[Array, "B HV 1 V K"] | None:
+    """S^T as the scans keep it, before a single time split."""
+    return None if state is None else state.mT[:, :, None]
+
+
+def kernel_cotangent(
+    do: Float[Array, "B T HV V"], inputs: Inputs
+) -> Float[Array, "B T_whole HV V"]:
+    """The cotangent of the output like v: whole chunks, bf16, 0 on padding."""
+    return _pad_and_mask(do, BF16, inputs)
+
+
+def nonzero_beta(beta: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """beta with SMALLEST_BETA in the place of what is closer to 0."""
+    return jnp.where(jnp.abs(beta) < SMALLEST_BETA, SMALLEST_BETA, beta)
+
+
+def chunk_major(*x: Float[Array, "B T HV"]) -> Float[Array, "B HV N S C"]:
+    """S numbers of every token: too few bytes for TMA to read them as the caller laid them.
+
+    Stacked before the transpose: two arrays would be two transposes of XLA, a kernel each.
+    """
+    rows = [a.reshape(a.shape[0], -1, CHUNK, a.shape[2]) for a in x]
+    return jnp.moveaxis(jnp.stack(rows, axis=2), -1, 1)
+
+
+def log2_decays(x: KernelArrays, inputs: Inputs) -> Float[Array, "B T HV"]:
+    """Scalar gate: log2 decay of every token, with resets; 0 in the tail."""
+    time = inputs.q.shape[1]
+    log2 = jnp.maximum(log_decay(x.g, inputs.gate)[..., 0].astype(F32) * LOG2E, STRONGEST)
+    log2 = jnp.where(jnp.arange(log2.shape[1])[None, :, None] < time, log2, 0.0)
+    if x.resets is not None:
+        resets = x.resets[:, :, None]
+        log2 = jnp.where(resets > 0, 0.0, jnp.maximum(log2 + resets, STRONGEST))
+    return log2
+
+
+def qkg_operands(x: KernelArrays, inputs: Inputs) -> QkgOperands:
+    """What the kernels of a gate per channel read."""
+    rates, bias = gate_parameters(inputs.gate, inputs.v.shape[2], inputs.g.shape[-1])
+    return QkgOperands(x.q, x.k, x.g, rates, bias, x.resets)
+
+
+def qk_options(inputs: Inputs, options: Options) -> QkOptions:
+    """The static part of what the kernels do to q, k and g."""
+    time = inputs.q.shape[1]
+    return QkOptions(options.scale, options.qk_norm, time, gate_kind(inputs.gate))
+
+
+def cotangents(
+    inputs: Inputs, options: Options, grads: KernelGrads, dv: Array, d_initial: Array | None
+) -> Inputs:
+    """From what the kernels leave, per value head and in whole chunks, to the cotangents of the caller's arrays."""
+    time = inputs.q.shape[1]
+    mark = _marker(inputs)
+
+    def tokens(x: Array) -> Array:
+        return without_padding(mark(x[:, :time]), inputs.segment_ids)
+
+    def token_scalars(x: Array) -> Array:
+        return tokens(x.reshape(*x.shape[:2], -1).swapaxes(1, 2))
+
+    def elementwise(g: Array, gate: Gate | None, beta: Array) -> tuple[Array, Array]:
+        g = without_padding(g, inputs.segment_ids)
+        beta = without_padding(beta, inputs.segment_ids)
+        return log_decay(g, gate), write_strength(beta, options.beta_max)
+
+    (_, beta), adjoint = jax.vjp(elementwise, inputs.g, inputs.gate, inputs.beta)
+    dbeta = token_scalars(grads.v_new_dot_dv) / nonzero_beta(beta) ** 2
+    scalar_gate = options.op.scalar_gate
+    dg = token_scalars(grads.dg)[..., None] if scalar_gate else tokens(grads.dg)
+    dg, dgate, dbeta = adjoint((dg, dbeta))
+    return Inputs(
+        q=_to_query(tokens(grads.dq), inputs.q, inputs, options),
+        k=_to_query(tokens(grads.dk), inputs.k, inputs, options),
+        v=tokens(dv).astype(inputs.v.dtype),
+        g=dg,
+        beta=dbeta,
+        gate=dgate,
+        initial_state=None if d_initial is None else mark(d_initial[:, :, 0].mT),
+        segment_ids=None,
+    )
+
+
+def _to_query(dx: Array, x: Array, inputs: Inputs, options: Options) -> Array:
+    """Sums over the value heads of a group, and blocks of V, in float32; then of q or k as the caller passed it."""
+    batch, time, heads, key_dim = x.shape
+    if dx.shape[2] != heads:
+        dx = jnp.sum(dx.reshape(batch, time, heads, -1, key_dim), axis=3)
+    if options.qk_norm and key_dim > CHANNEL_BLOCK:
+        norm = lambda x: l2norm(without_padding(x, inputs.segment_ids))
+        (dx,) = jax.vjp(norm, x)[1](dx)
+    return dx.astype(x.dtype)
+
+
+def _marker(inputs: Inputs) -> Any:
+    """A function that marks results of kernels as varying over shard_map's mesh axes, as the inputs do.
+
+    A kernel's result is not marked; what it is selected with is.
+    """
+    differentiable = (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta)
+    varying = jnp.stack([jnp.ravel(x)[0].astype(F32) for x in differentiable]).sum()
+    return lambda x: jnp.where(True, x, varying.astype(x.dtype))

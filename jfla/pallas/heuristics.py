@@ -1,0 +1,162 @@
+"""Tile sizes and the order of kernels, from the op, the shape of a call and the device; nothing is tuned at run time.
+
+Everything here is arithmetic: no kernel is imported. A `Schedule` is static and hashable, so that a call that is
+compiled with another one is another entry in jit's cache.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+from jfla.types import CHUNK, Inputs, Op
+
+SUPPORTED_DIMS = (64, 128, 256)
+DECODE_TOKENS = 8  # of one call: a CTA keeps all of them in shared memory
+HOPPER_SMS = 132  # of an H100 SXM or H200, where no device says
+HOPPER_SMEM_BYTES = 226 * 1024  # of a CTA's 227 KiB, what its tiles may take
+
+MIN_SPLIT_CHUNKS = 16
+MAX_TIME_SPLITS = 16
+MIN_TIME_SPLITS = 3  # finding where the splits begin takes a scan over each in two forms
+
+NUM_SPANS = 4
+MIN_SPAN_CHUNKS = 32
+MANY_STATES_BYTES = 256 * 2**20
+
+
+class Dims(NamedTuple):
+    """The shape of a call in whole chunks."""
+
+    batch: int
+    heads: int  # HV
+    n_chunks: int
+    value_dim: int
+    key_dim: int
+
+    @property
+    def sequences(self) -> int:
+        """States, each of which is a chain of chunks."""
+        return self.batch * self.heads
+
+    @property
+    def num_chunks(self) -> int:
+        return self.sequences * self.n_chunks
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """How a chunked call is spread over the device."""
+
+    num_sms: int
+    smem_bytes: int
+    scan_v_block: int  # columns of V per CTA of a scan
+    overlap_v_block: int  # the same where the intra-chunk kernel runs beside the scan
+    overlap_ctas: int  # CTAs of the intra-chunk kernel beside the scan; 0: it runs before
+    time_splits: int  # spans of time that are scanned side by side
+    num_spans: int  # spans of time that the backward takes one after the other; 0: all at once
+    intra_wgs: int  # warpgroups of a CTA of the intra-chunk kernel that take chunks of their own
+
+
+def dims_of(inputs: Inputs) -> Dims:
+    """Of a call; time is rounded up to whole chunks."""
+    batch, time, heads, value_dim = inputs.v.shape
+    return Dims(batch, heads, -(-time // CHUNK), value_dim, inputs.q.shape[-1])
+
+
+def schedule(
+    op: Op, dims: Dims, num_sms: int = HOPPER_SMS, smem_bytes: int = HOPPER_SMEM_BYTES
+) -> Schedule:
+    """The schedule of a chunked call."""
+    overlap_v_block, overlap_ctas = overlap(op, dims, num_sms)
+    return Schedule(
+        num_sms=num_sms,
+        smem_bytes=smem_bytes,
+        scan_v_block=scan_v_block(dims, num_sms),
+        overlap_v_block=overlap_v_block,
+        overlap_ctas=overlap_ctas,
+        time_splits=time_splits(dims, num_sms),
+        num_spans=num_spans(op, dims, num_sms),
+        intra_wgs=intra_wgs(op, dims.key_dim),
+    )
+
+
+def intra_wgs(op: Op, key_dim: int) -> int:
+    """With a gate per channel all warpgroups of a CTA share a chunk; else each has its own, as shared memory allows."""
+    if not op.scalar_gate:
+        return 1
+    return 4 if key_dim <= 128 else 2
+
+
+def v_blocks(dims: Dims) -> tuple[int, int]:
+    """The fewest and the most columns of V of a CTA: with K = 256, 64 fill its shared memory."""
+    return 64, 64 if dims.key_dim > 128 else min(dims.value_dim, 128)
+
+
+def scan_v_block(dims: Dims, num_sms: int) -> int:
+    """V is split over CTAs while that gives idle multiprocessors something to do."""
+    fewest, most = v_blocks(dims)
+    return fewest if dims.sequences * (dims.value_dim // 64) <= num_sms else most
+
+
+# Microseconds, measured on an H200 with K = V = 128: of a warpgroup (scalar gate) or CTA (gate per channel) for the
+# intra-chunk work of a chunk, (alone, beside a scan); of a scan for a chunk, by its columns of V.
+_INTRA_US = {False: (5.6, 7.2), True: (11.0, 10.8)}
+_SCAN_US = {64: 1.25, 128: 1.7}
+
+
+def overlap(op: Op, dims: Dims, num_sms: int) -> tuple[int, int]:
+    """(v_block of the scan, CTAs of the intra-chunk kernel beside it); 0 CTAs: it runs before the scan.
+
+    Overlap pays while the scan leaves many multiprocessors idle, unless time is split or all chunks fit in one wave.
+    With t_intra and t_scan for all chunks and the intra-chunk work in so many rounds,
+
+        t = max(rounds * t_intra + t_scan / rounds, t_scan)
+
+    because the scan ends a round after the last one.
+    """
+    v_block = scan_v_block(dims, num_sms)
+    if time_splits(dims, num_sms) > 1 or dims.num_chunks <= num_sms:
+        return v_block, 0
+    wgs = intra_wgs(op, dims.key_dim)
+    alone_us, beside_us = _INTRA_US[op.scalar_gate]
+
+    def rounds(num_ctas: int) -> int:
+        return -(-dims.num_chunks // (num_ctas * wgs))
+
+    in_turn = rounds(num_sms) * alone_us + dims.n_chunks * _SCAN_US[v_block]
+    choices = [(in_turn, v_block, 0)]
+    for columns in set(v_blocks(dims)):
+        idle_sms = num_sms - dims.sequences * (dims.value_dim // columns)
+        if idle_sms <= 0:
+            continue
+        scan_us = dims.n_chunks * _SCAN_US[columns]
+        num_rounds = rounds(idle_sms)
+        longest = max(num_rounds * beside_us + scan_us / num_rounds, scan_us)
+        choices.append((longest, columns, idle_sms))
+    return min(choices)[1:]
+
+
+def time_splits(dims: Dims, num_sms: int) -> int:
+    """Spans of time that are scanned side by side: 1, unless most multiprocessors would be idle for long."""
+    ctas = dims.sequences * (dims.value_dim // 64)
+    splits = min(num_sms // (2 * ctas), dims.n_chunks // MIN_SPLIT_CHUNKS, MAX_TIME_SPLITS)
+    return splits if splits >= MIN_TIME_SPLITS and dims.key_dim == dims.value_dim else 1
+
+
+def num_spans(op: Op, dims: Dims, num_sms: int) -> int:
+    """Spans of time that the backward of a scalar gate takes one after the other, with the states of one in memory.
+
+    0: all at once, where the states are few, or spans would be short, each of which fills the GPU anew, or time is
+    split into spans that run side by side; or with K = 256, for which the scans have no register left.
+    """
+    states_bytes = dims.num_chunks * dims.key_dim * dims.value_dim * 2 * 2  # bf16, at both ends
+    n_chunks = dims.n_chunks
+    if not op.scalar_gate or states_bytes < MANY_STATES_BYTES:
+        return 0
+    if n_chunks % NUM_SPANS or n_chunks < NUM_SPANS * MIN_SPAN_CHUNKS:
+        return 0
+    return NUM_SPANS if dims.key_dim <= 128 and time_splits(dims, num_sms) == 1 else 0
+
+
+def decode_v_block(value_dim: int, states: int, num_sms: int) -> int:
+    """Columns of a state that one CTA holds: fewer while that gives idle multiprocessors something to do."""
+    return 32 if states * (value_dim // 64) < 2 * num_sms else 64

@@ -1,0 +1,62 @@
+"""Masks over a square tile of registers: broadcasts of lines, row and column numbers, blocks of tokens.
+
+The functions that compare lines cost one operation an element: what holds for a whole row is computed on the line of
+rows and broadcast.
+"""
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jfla.pallas.mgpu.mma import ROWS
+from jfla.pallas.mgpu.types import Index, MemorySpec, Reg, Smem
+
+
+def per_row(x: Reg, columns: int) -> Reg:
+    """[rows] to [rows, columns]. No layout is asked for: both layouts follow from what the values meet."""
+    return lax.broadcast_in_dim(x, (x.shape[0], columns), [0])
+
+
+def per_column(x: Reg, rows: int) -> Reg:
+    """[columns] to [rows, columns]."""
+    return lax.broadcast_in_dim(x, (rows, x.shape[0]), [1])
+
+
+def iota_smem(num_warpgroups: int, size: int) -> MemorySpec:
+    """Shared memory for `write_iota`, a line for each warpgroup."""
+    return plgpu.SMEM((num_warpgroups, size), jnp.int32)
+
+
+def write_iota(line_smem: Smem) -> None:
+    """0, 1, .. into a line of shared memory."""
+    line_smem[...] = plgpu.layout_cast(lax.iota(jnp.int32, line_smem.shape[0]), ROWS)
+    plgpu.commit_smem()
+
+
+def iota2d(axis: int, size: int, line_smem: Smem = None) -> Reg:
+    """[size, size]: the row (axis 0) or column (axis 1) number of every element.
+
+    Broadcast from one line: a two-dimensional iota holds a register for every element. LLVM hoists even the line of
+    columns out of the loop over tiles; from `line_smem` (see `write_iota`) it is read when it is needed.
+    """
+    line = lax.iota(jnp.int32, size) if line_smem is None else line_smem[...]
+    return per_row(line, size) if axis == 0 else per_column(line, size)
+
+
+def block_of(line: Reg, log2_size: Index) -> Reg:
+    """The number of the block of 2^log2_size elements in which every element of a line is."""
+    return lax.shift_right_logical(line, jnp.broadcast_to(jnp.int32(log2_size), line.shape))
+
+
+def paired_blocks(
+    paired: Index, log2_size: Index, size: int, line_smem: Smem = None, zero: Index = 0
+) -> Reg:
+    """[size, size]: rows and columns in one block of 2^log2_size (`paired` 0), or in the two halves of a pair (1).
+
+    `zero` is an opaque zero (see `opaque.py`), which keeps the line of rows inside the loop.
+    """
+    # Rows and columns are laid out differently, so they cannot share one line of registers.
+    column_line = lax.iota(jnp.int32, size) if line_smem is None else line_smem[...]
+    row_line = lax.iota(jnp.int32, size) + zero
+    columns = per_column(block_of(column_line, log2_size), size)
+    return per_row(block_of(row_line, log2_size) ^ paired, size) == columns

@@ -1,0 +1,79 @@
+"""A persistent tile scheduler: CTAs that stay on their multiprocessor and take tiles in a stride of the whole grid."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from jfla.pallas.mgpu.types import Gmem, Index
+
+
+class WorkTile(NamedTuple):
+    """The tile that a warpgroup works on: tile_index = first + iteration * grid_stride.
+
+    `zero` is an opaque zero (see `opaque.py`) that changes with every tile.
+    """
+
+    tile_index: Index
+    iteration: Index
+    zero: Index
+    scheduler: "TileScheduler"
+
+    @property
+    def next_index(self) -> Index:
+        return self.tile_index + self.scheduler.grid_stride
+
+    @property
+    def previous_index(self) -> Index:
+        return self.tile_index - self.scheduler.grid_stride
+
+    @property
+    def has_next(self) -> Index:
+        return self.next_index < self.scheduler.num_tiles
+
+    @property
+    def has_previous(self) -> Index:
+        return self.tile_index >= self.scheduler.grid_stride
+
+
+class TileScheduler(NamedTuple):
+    """`num_tiles` tiles over at most `max_ctas` CTAs, in each of which `wgs_per_cta` warpgroups take tiles alone."""
+
+    num_tiles: int
+    max_ctas: int
+    wgs_per_cta: int = 1
+
+    @property
+    def num_ctas(self) -> int:
+        return min(self.max_ctas, -(-self.num_tiles // self.wgs_per_cta))
+
+    @property
+    def grid_stride(self) -> int:
+        return self.num_ctas * self.wgs_per_cta
+
+    def first(self, cta: Index, wg: Index = 0) -> WorkTile:
+        """The first tile of a warpgroup, with a zero that is not opaque: for copies ahead of the loop."""
+        return WorkTile(self._first_index(cta, wg), jnp.int32(0), jnp.int32(0), self)
+
+    def tile_count(self, cta: Index, wg: Index = 0) -> Index:
+        """How many tiles a warpgroup takes."""
+        remaining = jnp.maximum(self.num_tiles - self._first_index(cta, wg), 0)
+        return lax.div(remaining + (self.grid_stride - 1), jnp.int32(self.grid_stride))
+
+    def for_each_tile(
+        self, body: Callable[[WorkTile], None], cta: Index, wg: Index, zero_gmem: Gmem
+    ) -> Index:
+        """Runs `body` on every tile of a warpgroup and returns the index of its last one."""
+        first = self._first_index(cta, wg)
+        count = self.tile_count(cta, wg)
+
+        def step(i: Index, zero: Index) -> Index:
+            body(WorkTile(first + i * self.grid_stride, i, zero, self))
+            return zero & i
+
+        lax.fori_loop(0, count, step, zero_gmem[0])
+        return first + (count - 1) * self.grid_stride
+
+    def _first_index(self, cta: Index, wg: Index) -> Index:
+        return cta * self.wgs_per_cta + wg

@@ -1,0 +1,32 @@
+"""Shared memory that TMA and the tensor cores read: swizzled tiles, and how much of it a CTA has."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jfla.pallas.mgpu.types import MemorySpec, Smem
+
+F32 = jnp.float32
+BF16 = jnp.bfloat16
+F16 = jnp.float16
+
+
+def tile_smem(*shape: int, dtype: Any = BF16) -> MemorySpec:
+    """[.., rows, columns] tiles that TMA writes and the tensor cores read, with a swizzle of 128 bytes."""
+    columns = 128 // jnp.dtype(dtype).itemsize
+    tiling: Any = plgpu.TilingTransform  # to a type checker it is abstract
+    swizzle: Any = plgpu.SwizzleTransform
+    return plgpu.SMEM(shape, dtype, transforms=(tiling((8, columns)), swizzle(128)))
+
+
+def transposed(ref: Smem) -> Smem:
+    """The view [columns, rows] of a tile, which wgmma reads as well."""
+    return ref.transpose((1, 0))
+
+
+def num_bytes(specs: MemorySpec) -> int:
+    """Bytes of all buffers of a pytree."""
+    return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in jax.tree.leaves(specs))

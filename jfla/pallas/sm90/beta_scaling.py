@@ -1,0 +1,46 @@
+"""beta around the inverse: (I + diag(beta) L)^-1 diag(beta) = t (I + s L t)^-1 s with s t = beta and |s| = |t|.
+
+Split evenly, a small beta makes neither rows nor columns alone small, and what belongs to it keeps its digits in
+float16.
+"""
+
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jfla.pallas.mgpu.iota import per_column, per_row
+from jfla.pallas.mgpu.mma import ROWS
+from jfla.pallas.mgpu.opaque import pin
+from jfla.pallas.mgpu.smem import BF16, F16
+from jfla.pallas.mgpu.triangular import TriangularInverse
+from jfla.pallas.mgpu.types import Index, Reg, Smem
+from jfla.types import CHUNK
+
+
+def write_beta_scaling(beta_smem: Smem, scaling_smem: Smem) -> None:
+    """s and t [2, C] from beta [C]."""
+    beta = plgpu.load(beta_smem, layout=ROWS)
+    root = jnp.sqrt(jnp.abs(beta))
+    scaling_smem.at[0][...] = jnp.where(beta < 0.0, -root, root)
+    scaling_smem.at[1][...] = root
+
+
+def scale_rows_and_columns(x: Reg, scaling_smem: Smem, zero: Index, inverse: bool = False) -> Reg:
+    """s x t of x [C, C]; or t x s, for the inverse."""
+    rows = scaling_smem[zero + inverse]
+    columns = scaling_smem[zero + 1 - inverse]
+    # Pinned, so that layout inference does not try every pair of layouts of one buffer.
+    x = x * pin(per_row(rows, CHUNK))
+    return x * pin(per_column(columns, CHUNK))
+
+
+def write_lower(lower: Reg, scaling_smem: Smem, tile_smem: Smem, zero: Index) -> None:
+    """-s L t into a float16 tile, of which `TriangularInverse` reads what is strictly lower."""
+    tile_smem[...] = scale_rows_and_columns(-lower, scaling_smem, zero).astype(F16)
+    plgpu.commit_smem()
+
+
+def write_a_inv(inverse: TriangularInverse, scaling_smem: Smem, a_inv_smem: Smem) -> None:
+    """(I + diag(beta) L)^-1 diag(beta) into a bf16 tile, from what `write_lower` left."""
+    x = scale_rows_and_columns(inverse(), scaling_smem, inverse.zero, inverse=True)
+    a_inv_smem[...] = x.astype(BF16)
+    plgpu.commit_smem()

@@ -1,0 +1,239 @@
+"""The chunked ops on Hopper: forward and backward as lists of stage calls, from validated inputs to outputs."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array
+
+from jfla.pallas.arrays import (
+    KernelArrays,
+    chunk_major,
+    cotangents,
+    kernel_arrays,
+    kernel_cotangent,
+    log2_decays,
+    qk_options,
+    qkg_operands,
+    to_kernel_state,
+)
+from jfla.pallas.heuristics import Schedule
+from jfla.pallas.mgpu.overlap import PendingResults, overlap, run
+from jfla.pallas.mgpu.smem import BF16, F32
+from jfla.pallas.sm90.chunk_index import TimeSpan
+from jfla.pallas.sm90.grads_gdn.kernel import grads_gdn, result_shapes, sum_over_channel_blocks
+from jfla.pallas.sm90.grads_kda.kernel import grads_kda
+from jfla.pallas.sm90.intra_gdn import IntraGdnConfig, intra_gdn
+from jfla.pallas.sm90.intra_kda.kernel import intra_kda
+from jfla.pallas.sm90.results import IntraResults, KernelGrads
+from jfla.pallas.sm90.scan.spec import ScanConfig
+from jfla.pallas.sm90.scan.split_time import split_ends, split_states
+from jfla.pallas.sm90.scan.steps import backward_scans, output_scan
+from jfla.stages import QK, FactoredQK, IntraChunk, Residuals, ScanResults
+from jfla.types import DeltaRuleOutput, Inputs, Options, State, Value
+
+# The three places where the gate's shape decides: `intra`, `chunk_grads`, and the scans' `TokenDecay`.
+
+
+def intra(
+    x: KernelArrays,
+    inputs: Inputs,
+    options: Options,
+    schedule: Schedule,
+    *,
+    num_ctas: int | None = None,
+    with_a: bool = True,
+) -> PendingResults:
+    """The intra-chunk kernel: IntraResults. Without `with_a` the caller has a_qk and a_inv already."""
+    static = qk_options(inputs, options)
+    num_ctas = num_ctas or schedule.num_sms
+    beta = (x.beta,) if with_a else ()
+    if options.op.scalar_gate:
+        tokens = chunk_major(log2_decays(x, inputs), *beta)
+        config = IntraGdnConfig(schedule.intra_wgs, num_ctas)
+        return intra_gdn(x.q, x.k, tokens, static, config)
+    tokens = chunk_major(*beta) if with_a else None
+    return intra_kda(qkg_operands(x, inputs), tokens, x.v.shape[2], static, num_ctas)
+
+
+def chunk_grads(
+    x: KernelArrays,
+    inputs: Inputs,
+    options: Options,
+    schedule: Schedule,
+    intra_results: IntraResults,
+    scans: ScanResults,
+    out_dtype: Any = None,
+) -> KernelGrads:
+    """The gradients of every chunk, which do not depend on each other."""
+    static = qk_options(inputs, options)
+    out_dtype = query_dtype(inputs) if out_dtype is None else out_dtype
+    if not options.op.scalar_gate:
+        return grads_kda(qkg_operands(x, inputs), scans, static, out_dtype)
+    qk = intra_results.qk
+    tokens = intra_results.token_scalars
+    return sum_over_channel_blocks(
+        grads_gdn(qk, tokens, scans, static, schedule.num_sms, out_dtype)
+    )
+
+
+def query_dtype(inputs: Inputs) -> Any:
+    """Of dq and dk as the gradient kernels leave them: float32 where value heads are left to sum."""
+    whole = inputs.q.dtype == BF16 and inputs.q.shape[2] == inputs.v.shape[2]
+    return BF16 if whole else F32
+
+
+def forward(
+    inputs: Inputs, options: Options, schedule: Schedule, *, for_backward: bool = False
+) -> tuple[DeltaRuleOutput, Residuals]:
+    """The output, and what the backward needs beside the inputs."""
+    x = kernel_arrays(inputs, options)
+    dims = x.dims
+    num_checkpoints = schedule.num_spans if for_backward and _writes_in_place(inputs) else 0
+    kept = {"final_state": options.return_final_state, "num_checkpoints": num_checkpoints}
+    if schedule.overlap_ctas:
+        config = ScanConfig(schedule.overlap_v_block, smem_bytes=schedule.smem_bytes)
+
+        def consume(results: IntraResults) -> PendingResults:
+            return output_scan(results.qk, results.intra, x.v, x.initial, config, **kept)
+
+        with jax.named_scope("jfla_intra_overlap_output_scan"):
+            producing = intra(x, inputs, options, schedule, num_ctas=schedule.overlap_ctas)
+            flags_shape = (dims.batch, dims.heads, dims.n_chunks)
+            intra_results, scanned = overlap(producing, consume, flags_shape)
+    else:
+        with jax.named_scope("jfla_intra"):
+            intra_results = run(intra(x, inputs, options, schedule))
+        config = ScanConfig(schedule.scan_v_block, smem_bytes=schedule.smem_bytes)
+        initial = x.initial
+        qk, pairs = intra_results.qk, intra_results.intra
+        if schedule.time_splits > 1:
+            with jax.named_scope("jfla_split_time"):
+                initial = split_states(qk, pairs, x.v, initial, config, schedule.time_splits)
+        with jax.named_scope("jfla_output_scan"):
+            scanned = run(output_scan(qk, pairs, x.v, initial, config, **kept))
+    output = scanned.stores[0][:, : inputs.v.shape[1]].astype(inputs.v.dtype)
+    residuals = Residuals(intra_results.intra, scanned.checkpoints)
+    return DeltaRuleOutput(output, scanned.last), residuals
+
+
+def backward(
+    inputs: Inputs,
+    options: Options,
+    schedule: Schedule,
+    residuals: Residuals,
+    d_output: Value,
+    d_final: State | None,
+) -> Inputs:
+    """Cotangents of the inputs: the two scans, then the gradients of every chunk, then what is elementwise."""
+    x = kernel_arrays(inputs, options)
+    with jax.named_scope("jfla_intra"):
+        intra_results = run(intra(x, inputs, options, schedule, with_a=False))
+    do = kernel_cotangent(d_output, inputs)
+    d_last = to_kernel_state(d_final)
+    if residuals.state_checkpoints is not None:
+        by_span = _BySpan(options, schedule, qk_options(inputs, options), query_dtype(inputs))
+        grads, dv, d_initial = jax.custom_batching.sequential_vmap(by_span)(
+            x, intra_results.qk, intra_results.token_scalars, residuals, do, d_last
+        )
+        return cotangents(inputs, options, grads, dv, d_initial)
+    scans, d_initial = both_scans(x, schedule, intra_results.qk, residuals.intra, do, d_last)
+    with jax.named_scope("jfla_chunk_grads"):
+        grads = chunk_grads(x, inputs, options, schedule, intra_results, scans)
+    return cotangents(inputs, options, grads, scans.dv, d_initial)
+
+
+def both_scans(
+    x: KernelArrays,
+    schedule: Schedule,
+    qk: QK,
+    pairs: IntraChunk,
+    do: Array,
+    d_last: Array | None,
+) -> tuple[ScanResults, Array | None]:
+    """The states once more and their cotangents in reverse; and dS^T before the first chunk, if a state was given."""
+    config = ScanConfig(schedule.scan_v_block, smem_bytes=schedule.smem_bytes)
+    ends = (x.initial, d_last)
+    if schedule.time_splits > 1:
+        with jax.named_scope("jfla_split_time"):
+            ends = split_ends(qk, pairs, x.v, do, ends, config, schedule.time_splits)
+    with jax.named_scope("jfla_backward_scans"):
+        keep_dstate = x.initial is not None
+        return backward_scans(qk, pairs, x.v, do, ends, config, keep_dstate=keep_dstate)
+
+
+def _writes_in_place(inputs: Inputs) -> bool:
+    """Whether kernels may be handed references: not where shard_map tracks what varies over its mesh."""
+    return not jax.typeof(inputs.v).manual_axis_type.varying
+
+
+class _BySpan:
+    """Scans and gradients of a scalar gate, one span of time after the other from the last.
+
+    The states of one span only are ever in memory. Results go into references to the whole.
+    """
+
+    def __init__(self, options: Options, schedule: Schedule, static: Any, out_dtype: Any):
+        self.options = options
+        self.schedule = schedule
+        self.static = static
+        self.out_dtype = out_dtype
+        self.config = ScanConfig(schedule.scan_v_block, smem_bytes=schedule.smem_bytes)
+
+    def __call__(
+        self,
+        x: KernelArrays,
+        qk: FactoredQK,
+        token_scalars: Array,
+        residuals: Residuals,
+        do: Array,
+        d_last: Array | None,
+    ) -> tuple[KernelGrads, Array, Array | None]:
+        """The gradients, dv, and dS^T before the first chunk."""
+        batch, heads, n_chunks, value_dim, key_dim = x.dims
+        checkpoints = residuals.state_checkpoints
+
+        def fill(refs: Any) -> None:
+            grads, dv, d_state = refs
+
+            def one_span(i: Array, carry: None) -> None:
+                spans_after = jnp.reshape(i, 1)
+                with jax.named_scope("jfla_backward_scans"):
+                    scans, _ = backward_scans(
+                        qk,
+                        residuals.intra,
+                        x.v,
+                        do,
+                        (checkpoints, d_state),
+                        self.config,
+                        keep_dstate=True,
+                        span=TimeSpan(spans_after, dv),
+                    )
+                with jax.named_scope("jfla_chunk_grads"):
+                    grads_gdn(
+                        qk,
+                        token_scalars,
+                        scans._replace(dv=dv),
+                        self.static,
+                        self.schedule.num_sms,
+                        self.out_dtype,
+                        TimeSpan(spans_after, grads),
+                    )
+
+            lax.fori_loop(0, checkpoints.shape[2], one_span, None)
+
+        def unwritten(shape: jax.ShapeDtypeStruct) -> Array:
+            return lax.empty(shape.shape, shape.dtype)
+
+        time = x.v.shape[1]
+        shapes = result_shapes((batch, time, heads, key_dim), n_chunks, self.static, self.out_dtype)
+        if d_last is None:
+            d_last = jnp.zeros((batch, heads, 1, value_dim, key_dim), F32)
+        dv_shape = jax.ShapeDtypeStruct(x.v.shape, BF16)
+        grads, dv, d_first = pl.run_state(fill)(
+            (jax.tree.map(unwritten, shapes), unwritten(dv_shape), d_last)
+        )
+        grads = sum_over_channel_blocks(grads)
+        return grads, dv, None if x.initial is None else d_first

@@ -1,0 +1,78 @@
+"""Which chunk a CTA works on, and where its rows and tiles lie in global memory."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from jfla.pallas.mgpu.types import Gmem, Index
+from jfla.types import CHUNK
+
+TILE_K = 64  # key channels of one tile
+TILE_V = 64  # columns of V of one tile, and of one consumer warpgroup
+CHANNEL_BLOCK = 128  # of K, and for KDA of V: what one CTA of the gradient kernels takes
+
+
+class ChunkIndex(NamedTuple):
+    """A chunk of one value head."""
+
+    batch: Index
+    head: Index
+    chunk: Index
+
+    @property
+    def tokens(self) -> Index:
+        return pl.ds(pl.multiple_of(self.chunk * CHUNK, CHUNK), CHUNK)
+
+    def tile(self, ref_gmem: Gmem) -> Gmem:
+        """Its part of an array [B, HV, N, ...]."""
+        return ref_gmem.at[self.batch, self.head, self.chunk]
+
+    def rows(self, ref_gmem: Gmem, value_heads: int, columns: Index = slice(None)) -> Gmem:
+        """Its rows of an array [B, T, heads, D]; with fewer heads, a group of value heads shares one."""
+        group = jnp.int32(value_heads // ref_gmem.shape[2])
+        return ref_gmem.at[self.batch, self.tokens, lax.div(self.head, group), columns]
+
+    def tile_or_rows(self, ref_gmem: Gmem, value_heads: int) -> Gmem:
+        """Its part of [B, HV, N, C, K] or of [B, T, heads, K]."""
+        if len(ref_gmem.shape) == 5:
+            return self.tile(ref_gmem)
+        return self.rows(ref_gmem, value_heads)
+
+
+class ChunkGrid(NamedTuple):
+    """All chunks of a call, numbered for a tile scheduler.
+
+    Heads are fastest, because they lie side by side in memory; chunks are slowest, because a scan that overlaps reads
+    them in this order.
+    """
+
+    batch: int
+    heads: int
+    n_chunks: int
+
+    @property
+    def num_tiles(self) -> int:
+        return self.batch * self.heads * self.n_chunks
+
+    def __call__(self, tile_index: Index) -> ChunkIndex:
+        heads = jnp.int32(self.heads)
+        batch = jnp.int32(self.batch)
+        rest = lax.div(tile_index, heads)
+        return ChunkIndex(lax.rem(rest, batch), lax.rem(tile_index, heads), lax.div(rest, batch))
+
+
+class TimeSpan(NamedTuple):
+    """A kernel that runs on one span of time: span-local arrays have its chunks only, inputs and results have all.
+
+    `spans_after` [1] int32 is how many spans of the same length follow in time. `results`, where given, are references
+    to results of all chunks, into which the kernel writes those of the span.
+    """
+
+    spans_after: Gmem
+    results: Gmem = None
+
+    def offset(self, all_chunks: int, span_chunks: int) -> Index:
+        """The number of the span's first chunk among all chunks."""
+        return all_chunks - (self.spans_after[0] + 1) * span_chunks

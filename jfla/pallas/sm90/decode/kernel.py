@@ -1,0 +1,238 @@
+"""The decode kernel: q, k, v, gate, beta of a few tokens and a state -> outputs and new states.
+
+One CTA, of one warpgroup, holds a block of V columns of one state in registers and takes it through
+all tokens. It reads the block from global memory, and writes it back, with 16 bytes per thread. The
+tokens are a thousandth of those bytes: while the block is on its way, gate, norms and beta are
+computed and left in shared memory. The final state may overwrite the initial one. Where the state
+after every token is wanted, each goes to a place of its own, and the initial one is only read.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jfla.gates import NORM_EPSILON
+from jfla.pallas.mgpu.launch import launch
+from jfla.pallas.mgpu.smem import F32
+from jfla.pallas.mgpu.types import Gmem, Index, Reg, Smem
+from jfla.pallas.sm90.decode.layouts import (
+    DecodeLayouts,
+    broadcast_to_layout,
+    decode_layouts,
+    load_with_layout,
+    store_from_layout,
+)
+from jfla.pallas.sm90.decode.spec import (
+    DecodeOperands,
+    DecodeOutputs,
+    DecodeSpec,
+    SharedStorage,
+    StateBlock,
+    decode_operands,
+    decode_outputs,
+)
+from jfla.pallas.sm90.gate import MAX_LOG_RATE, gate_kind, log2_decay
+from jfla.types import Inputs, Options
+
+
+class RawTokens(NamedTuple):
+    """In registers: what `DecodeOperands` has for all tokens of one block."""
+
+    q: Reg  # [T, K]
+    k: Reg
+    v: Reg  # [T, v_block]
+    g: Reg  # [T, K] or, of a scalar gate, [T]
+    beta: Reg  # [T]
+    a_log: Reg | None  # []
+    dt_bias: Reg | None  # [K] or, of a scalar gate, []
+
+
+class Warpgroup(NamedTuple):
+    """What the one warpgroup of a CTA sees."""
+
+    spec: DecodeSpec
+    layouts: DecodeLayouts
+    block: StateBlock
+    gmem: DecodeOperands
+    output_gmem: Gmem
+    states_gmem: Gmem  # where the final state or all states go; None where none is wanted
+    smem: SharedStorage
+
+
+def run_decode(ctx: Warpgroup) -> None:
+    """Takes a block of a state through all tokens."""
+    time = ctx.spec.time
+    every_state = ctx.spec.options.return_states
+    state = load_state(ctx)
+    # A barrier that has nothing to wait for: without it the compiler moves the loads of the state
+    # behind the wait for the loads of the tokens.
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    raw = load_raw_tokens(ctx)
+    write_tokens(ctx, raw)
+    plgpu.commit_smem()
+
+    def step(t: Index, state: Reg) -> Reg:
+        state = decode_step(ctx, t, state)
+        if every_state:
+            store_from_layout(ctx.block.of_state_after(t, ctx.states_gmem), state)
+        return state
+
+    state = step(0, state) if time == 1 else lax.fori_loop(0, time, step, state)
+    if ctx.states_gmem is not None and not every_state:
+        store_from_layout(ctx.block.of_state(ctx.states_gmem), state)
+
+
+def load_state(ctx: Warpgroup) -> Reg:
+    """[K, v_block]: the initial state."""
+    layout = ctx.layouts.state
+    if ctx.gmem.state is None:
+        zeros = jnp.zeros(ctx.spec.block_shape, F32)
+        return plgpu.layout_cast(zeros, layout)
+    block_gmem = ctx.block.of_state(ctx.gmem.state)
+    return load_with_layout(block_gmem, layout)
+
+
+def load_raw_tokens(ctx: Warpgroup) -> RawTokens:
+    """Loads what all tokens bring to the block."""
+    gmem = ctx.gmem
+    layouts = ctx.layouts
+    batch, value_head, head, _ = ctx.block
+    q = load_with_layout(gmem.q.at[batch, :, head], layouts.token_keys)
+    k = load_with_layout(gmem.k.at[batch, :, head], layouts.token_keys)
+    v = load_with_layout(ctx.block.of_values(gmem.v), layouts.column_vector)
+    g = gmem.g.at[batch, :, value_head]
+    if ctx.spec.scalar_gate:
+        g = load_with_layout(g.at[:, 0], layouts.token_scalars)
+    else:
+        g = load_with_layout(g, layouts.token_keys)
+    beta = load_with_layout(gmem.beta.at[batch, :, value_head], layouts.token_scalars)
+    a_log = None if gmem.a_log is None else gmem.a_log[value_head]
+    return RawTokens(q, k, v, g, beta, a_log, _load_dt_bias(ctx))
+
+
+def _load_dt_bias(ctx: Warpgroup) -> Reg | None:
+    dt_bias = ctx.gmem.dt_bias
+    if dt_bias is None:
+        return None
+    if ctx.spec.scalar_gate:
+        return dt_bias[ctx.block.value_head, 0]
+    return load_with_layout(dt_bias.at[ctx.block.value_head], ctx.layouts.key_vector)
+
+
+def write_tokens(ctx: Warpgroup, raw: RawTokens) -> None:
+    """Applies gate, sigmoid of beta, l2norm and scale, and writes every token to shared memory."""
+    options = ctx.spec.options
+    smem = ctx.smem
+    shape = ctx.spec.token_keys_shape
+    a_log = jnp.broadcast_to(0.0 if raw.a_log is None else raw.a_log, shape)
+    bias = 0.0 if raw.dt_bias is None else raw.dt_bias
+    if raw.dt_bias is not None and not ctx.spec.scalar_gate:
+        bias = broadcast_to_layout(raw.dt_bias, shape, 1, ctx.layouts.token_keys)
+    rate = jnp.exp(jnp.minimum(a_log, MAX_LOG_RATE))
+    g = raw.g.astype(F32)
+    if ctx.spec.scalar_gate:
+        g = per_token_to_keys(ctx, g)
+    beta = per_token_to_keys(ctx, raw.beta.astype(F32))
+    exponent = log2_decay(ctx.spec.gate, g, (a_log, rate), bias, softplus=_float32_softplus)
+    smem.decay[...] = jnp.exp2(exponent)
+    if options.beta_max is not None:
+        beta = options.beta_max / (1.0 + jnp.exp(-beta))
+    smem.beta[...] = beta
+    q = l2_normalized(ctx, raw.q.astype(F32))
+    smem.q[...] = q * options.scale
+    smem.k[...] = l2_normalized(ctx, raw.k.astype(F32))
+    smem.v[...] = raw.v.astype(F32)
+
+
+def per_token_to_keys(ctx: Warpgroup, x: Reg) -> Reg:
+    """[T] to [T, K]."""
+    return broadcast_to_layout(x, ctx.spec.token_keys_shape, 0, ctx.layouts.token_keys)
+
+
+def l2_normalized(ctx: Warpgroup, x: Reg) -> Reg:
+    """x [T, K] over its norm, where the op normalizes q and k."""
+    if not ctx.spec.options.qk_norm:
+        return x
+    square_norm = jnp.sum(x * x, axis=1)
+    inv_norm = lax.rsqrt(square_norm + NORM_EPSILON)
+    return x * per_token_to_keys(ctx, inv_norm)
+
+
+def _float32_softplus(x: Reg) -> Reg:
+    """softplus to float32, also where it is small, because decays multiply over thousands of steps.
+
+    log(1 + u) = 2 atanh(u / (2 + u)), by its series: s + s^3 / 3 + .. with s <= 1 / 3.
+    """
+    u = jnp.exp(-jnp.abs(x))
+    s = u / (u + 2.0)
+    square = s * s
+    series = s * 0.0 + 1.0 / 15
+    for n in (13, 11, 9, 7, 5, 3, 1):
+        series = series * square + 1.0 / n
+    relu = jnp.maximum(x, 0.0)
+    return relu + 2.0 * s * series
+
+
+def decode_step(ctx: Warpgroup, t: Index, state: Reg) -> Reg:
+    """The recurrence of token t: stores its output and returns the state [K, v_block] after it.
+
+    S <- decay S;   S <- S + k beta (v - k^T S);   o = q^T S
+    """
+    smem = ctx.smem
+    k = _load_row_vector(ctx, smem.k.at[t])
+    decay = _load_row_vector(ctx, smem.decay.at[t])
+    state = state * decay
+    v = load_with_layout(smem.v.at[t], ctx.layouts.column_vector)
+    predicted_v = jnp.sum(state * k, axis=0)
+    error = v - predicted_v
+    v_new = error * smem.beta[t, 0]
+    v_new = broadcast_to_layout(v_new, ctx.spec.block_shape, 1, ctx.layouts.state)
+    state = state + k * v_new
+    q = _load_row_vector(ctx, smem.q.at[t])
+    output = jnp.sum(state * q, axis=0)
+    output_gmem = ctx.block.of_values(ctx.output_gmem).at[t]
+    store_from_layout(output_gmem, output.astype(ctx.output_gmem.dtype))
+    return state
+
+
+def _load_row_vector(ctx: Warpgroup, vector_smem: Smem) -> Reg:
+    """[K] to [K, v_block]."""
+    vector = load_with_layout(vector_smem, ctx.layouts.row_vector)
+    return broadcast_to_layout(vector, ctx.spec.block_shape, 0, ctx.layouts.state)
+
+
+def launch_decode(
+    inputs: Inputs, options: Options, v_block: int, state: Gmem, in_place: bool
+) -> DecodeOutputs:
+    """Launches the kernel on all blocks of all states.
+
+    `state` is the initial state or None; with `in_place` it is a `jax.Ref` of it, which the final
+    state overwrites.
+    """
+    batch, time, heads, key_dim = inputs.q.shape
+    value_heads, value_dim = inputs.v.shape[2:]
+    gate = gate_kind(inputs.gate)
+    spec = DecodeSpec(batch, time, heads, value_heads, key_dim, value_dim, v_block, gate, options)
+    layouts = decode_layouts(time, key_dim, v_block)
+    new_states = options.return_final_state and not in_place
+
+    def body(
+        gmem: DecodeOperands, outputs_gmem: DecodeOutputs, smem: SharedStorage, _barriers: tuple
+    ) -> None:
+        states_gmem = gmem.state if in_place else outputs_gmem.states
+        block = spec.state_block(lax.axis_index("cta"))
+        ctx = Warpgroup(spec, layouts, block, gmem, outputs_gmem.output, states_gmem, smem)
+        run_decode(ctx)
+
+    return launch(
+        body,
+        decode_operands(inputs, options, state),
+        decode_outputs(spec, inputs.v, new_states=new_states),
+        grid={"cta": spec.num_ctas},
+        num_warpgroups=1,
+        smem=spec.smem(),
+        name="jfla_decode",
+        auto_barriers=False,  # shared memory is written once, before any of it is read
+    )

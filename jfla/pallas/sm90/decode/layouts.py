@@ -1,0 +1,92 @@
+"""Register layouts of the decode kernel: shapes of a call -> layouts, and moves between them.
+
+Four warps split the columns of a state [K, v_block]. In a warp, lanes form a grid, `lanes_down` by
+`lanes_across`, in which a lane holds patches of (usually) 4 rows by 4 columns: 16 bytes of a row
+are one access to global memory, and a sum over K takes log2(lanes_down) shuffles.
+"""
+
+import math
+from typing import NamedTuple
+
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jfla.pallas.mgpu.types import Gmem, Layout, Reg, Smem
+
+_WARPS = 4  # of a warpgroup
+_LANES = 32  # of a warp
+_VECTOR = 4  # float32 in 16 bytes
+_PATCH_ROWS = 4
+
+
+class DecodeLayouts(NamedTuple):
+    """The layouts of a call, by the shape of what lies so."""
+
+    state: Layout  # [K, v_block]
+    row_vector: Layout  # [K]: a value for each row of the state
+    column_vector: Layout  # [v_block] or [T, v_block]: a value for each column of the state
+    token_keys: Layout  # [T, K]
+    token_scalars: Layout  # [T]
+    key_vector: Layout  # [K]: a value for each column of [T, K]
+
+
+def decode_layouts(time: int, key_dim: int, v_block: int) -> DecodeLayouts:
+    """On the host: the layouts for T tokens and a block [K, v_block]."""
+    state = _state_layout(key_dim, v_block)
+    token_keys = _token_keys_layout(time, key_dim)
+    return DecodeLayouts(
+        state=state,
+        row_vector=state.reduce(1),
+        column_vector=state.reduce(0),
+        token_keys=token_keys,
+        token_scalars=token_keys.reduce(1),
+        key_vector=token_keys.reduce(0),
+    )
+
+
+def _state_layout(key_dim: int, v_block: int) -> Layout:
+    """[K, v_block]: warps side by side along the columns, lanes a grid of patches."""
+    warp_columns = v_block // _WARPS
+    lanes_across = warp_columns // _VECTOR
+    lanes_down = _LANES // lanes_across
+    patch_rows = min(_PATCH_ROWS, key_dim // lanes_down)
+    rows = lanes_down * patch_rows
+    tiles = ((rows, v_block), (rows, warp_columns), (patch_rows, _VECTOR))
+    return plgpu.Layout.TILED(
+        plgpu.Tiling(tiles), warp_dims=(-5,), lane_dims=(-4, -3), vector_dim=-1
+    )
+
+
+def _token_keys_layout(time: int, key_dim: int) -> Layout:
+    """[T, K]: a warp has whole tokens, so that a sum over K stays in it.
+
+    Warps split the tokens by gcd(T, 4); the warps that are left over repeat the work of the others.
+    """
+    split = math.gcd(time, _WARPS)
+    split_dims = (-3,) if split > 1 else ()
+    replicas = (plgpu.Replicated(_WARPS // split),) if split < _WARPS else ()
+    channels = min(key_dim, _LANES * _VECTOR)
+    return plgpu.Layout.TILED(
+        plgpu.Tiling(((split, channels), (channels // _LANES,))),
+        warp_dims=split_dims + replicas,
+        lane_dims=(-2,),
+        vector_dim=-1,
+    )
+
+
+def load_with_layout(ref: Gmem | Smem, layout: Layout) -> Reg:
+    """An array of global or shared memory in the registers that `layout` says, without TMA."""
+    return plgpu.load(ref, layout=layout, optimized=False)
+
+
+def store_from_layout(ref_gmem: Gmem, x: Reg) -> None:
+    """Registers to global memory as they lie, without TMA."""
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref_gmem, x, optimized=False)
+    else:  # JAX 0.11
+        ref_gmem[...] = x
+
+
+def broadcast_to_layout(x: Reg, shape: tuple[int, ...], axis: int, layout: Layout) -> Reg:
+    """A vector along `axis` of an array of this shape and layout, repeated along the other."""
+    return plgpu.layout_cast(lax.broadcast_in_dim(x, shape, [axis]), layout)

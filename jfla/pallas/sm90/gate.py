@@ -1,0 +1,86 @@
+"""The decay gates inside a kernel: raw gate input, as the caller passed it, to log2 decay per token in registers."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jfla.gates import Gate, SigmoidGate
+from jfla.pallas.mgpu.iota import per_row
+from jfla.pallas.mgpu.smem import F32
+from jfla.pallas.mgpu.types import Reg
+
+LOG2E = 1.4426950408889634
+# A decay of 2^-150 is 0 in float32, and 64 of them still sum without losing the digits of a weak gate.
+STRONGEST = -150.0
+MAX_LOG_RATE = 60.0
+_TAIL = -15.0  # below, softplus(x) is exp(x) to float32
+
+
+class GateKind(NamedTuple):
+    """The static part of a gate: its name ("none", "softplus", "sigmoid") and the sigmoid gate's lower bound."""
+
+    name: str = "none"
+    lower_bound: float = 0.0
+
+
+def gate_kind(gate: Gate | None) -> GateKind:
+    """Of the gate that the caller passed."""
+    if gate is None:
+        return GateKind()
+    if isinstance(gate, SigmoidGate):
+        return GateKind("sigmoid", gate.lower_bound)
+    return GateKind("softplus")
+
+
+def gate_parameters(
+    gate: Gate | None, heads: int, gate_dim: int
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """(rates [HV, 2], dt_bias [HV, G]): a_log and exp(a_log), capped where the decay is 0 anyway."""
+    if gate is None:
+        return None, None
+    a_log = jnp.zeros(heads, F32) if gate.a_log is None else gate.a_log.astype(F32)
+    bias = jnp.zeros((heads, gate_dim), F32) if gate.dt_bias is None else gate.dt_bias.astype(F32)
+    rates = jnp.stack([a_log, jnp.exp(jnp.minimum(a_log, MAX_LOG_RATE))], axis=-1)
+    return rates, bias.reshape(heads, gate_dim)
+
+
+def coarse_softplus(x: Reg) -> Reg:
+    """softplus to about 1e-4 of its value, which is enough beside 16-bit operands."""
+    softplus = jnp.maximum(x, 0.0) + jnp.log(1.0 + jnp.exp(-jnp.abs(x)))
+    return jnp.where(x < -4.0, jnp.exp(x) * (1.0 - 0.5 * jnp.exp(x)), softplus)
+
+
+def log2_decay(
+    kind: GateKind,
+    x: Reg,
+    rate: tuple[Any, Any] | None,
+    bias: Any,
+    softplus: Callable[[Reg], Reg] = coarse_softplus,
+) -> Reg:
+    """Raw gate input [C, channels] float32 to log2 decay in [STRONGEST, 0].
+
+    `rate` is (a_log, exp(a_log)) of the head, `bias` is shaped like x.
+    """
+    if kind.name == "softplus":
+        a_log, scale = rate
+        x = x + bias
+        near = softplus(jnp.maximum(x, _TAIL))
+        in_tail = x < _TAIL
+        tail = jnp.exp(jnp.minimum(jnp.minimum(x, _TAIL) + a_log, MAX_LOG_RATE))
+        x = -jnp.where(in_tail, tail, scale * near)
+    elif kind.name == "sigmoid":
+        x = kind.lower_bound / (1.0 + jnp.exp(-rate[1] * (x + bias)))
+    return jnp.maximum(x * LOG2E, STRONGEST)
+
+
+def with_resets(x: Reg, resets: Reg) -> Reg:
+    """log2 decay with the packing of `reset_rows` [C] applied."""
+    resets = per_row(resets, x.shape[1])
+    return jnp.where(resets > 0.0, 0.0 * x, jnp.maximum(x + resets, STRONGEST))
+
+
+def reset_rows(segment_ids: jax.Array, starts: jax.Array) -> jax.Array:
+    """[B, T] float32: STRONGEST on the first token of a segment, 1 on padding, which does not decay, else 0."""
+    return jnp.where(segment_ids > 0, jnp.where(starts, STRONGEST, 0.0), 1.0).astype(F32)

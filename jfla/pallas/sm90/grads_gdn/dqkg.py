@@ -1,0 +1,264 @@
+"""Math of jfla_grads_gdn on one consumer: q, k and `ScanResults` to dq, dk, dg and dv . v_new.
+
+D_ij is the decay from token j to token i; f_q and f_k are 1 / norm of q and k, f_q with the scale;
+q, k are as the caller passed them; dv comes from the reverse scan and has the factor beta already.
+With
+
+    W_q = tril(f_q D f_k do v_new^T)        W_k = -stril(f_k D f_k dv v_new^T)
+
+the cotangents of q and k while the norms are held constant are
+
+    dq = W_q k + q_from_start (do S^T)
+    dk = (W_k + W_k^T) k + W_q^T q - k_from_start (dv S^T) + k_to_end (v_new dS^T)
+
+with the rows of `FactoredQK.factors`, so that no normalised q and k are needed. Where x meets exp(a
+sum of log decays), the cotangent of that sum is x . dx, which gives dg; and dbeta = (dv . v_new) /
+beta^2.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jfla.pallas.mgpu.iota import iota2d, per_column, per_row
+from jfla.pallas.mgpu.mma import COLS, ROWS, dots, load, zeros
+from jfla.pallas.mgpu.opaque import pin
+from jfla.pallas.mgpu.smem import BF16, F32, transposed
+from jfla.pallas.mgpu.types import Gmem, Index, Layout, Reg, Smem
+from jfla.pallas.sm90.chunk_index import TILE_K
+from jfla.pallas.sm90.grads_gdn.smem import (
+    DO,
+    DSTATE,
+    DV,
+    G_AFTER,
+    G_CHUNK,
+    G_UP_TO,
+    GDN_CONSUMERS,
+    STATE,
+    V_NEW,
+    Warpgroup,
+)
+from jfla.pallas.sm90.intra_gdn import INV_NORMS, LOG2_CUM
+from jfla.pallas.sm90.qk_tiles import K, Q
+from jfla.pallas.sm90.results import KernelGrads
+from jfla.pallas.sm90.token_decay import pair_decay
+from jfla.stages import CHUNK_DECAY, K_FROM_START, K_TO_END, Q_FROM_START
+from jfla.types import CHUNK
+
+
+class SumsOverV(NamedTuple):
+    """Sums over the columns of V on one consumer: for its 64 channels, and for its weights."""
+
+    dq: Reg  # [C, 64]: do S^T
+    dk: Reg  # [C, 64]: dv S^T
+    dk_to_end: Reg  # [C, 64]: v_new dS^T
+    weights: Reg  # [C, C]: do v_new^T on consumer 0, dv v_new^T on consumer 1
+    state_dot_dstate: Reg  # [64]: sums of S * dS; all of them together belong to the chunk
+
+
+def zero_sums() -> SumsOverV:
+    zero = zeros(CHUNK, TILE_K)
+    zero_rows = plgpu.layout_cast(jnp.zeros(TILE_K, F32), ROWS)
+    return SumsOverV(
+        dq=zero,
+        dk=zero,
+        dk_to_end=zero,
+        weights=zero,
+        state_dot_dstate=zero_rows,
+    )
+
+
+def add_v_tile(ctx: Warpgroup, v_tile: Index, sums: SumsOverV) -> SumsOverV:
+    """Waits for 64 columns of V, adds what they give, and frees their stage."""
+    stage = ctx.stage(v_tile)
+    plgpu.barrier_wait(ctx.barriers.v_full.at[stage])
+    do = ctx.value_tile(stage, DO)
+    dv = ctx.value_tile(stage, DV)
+    v_new = ctx.value_tile(stage, V_NEW)
+    state = ctx.state_tile(stage, STATE)
+    dstate = ctx.state_tile(stage, DSTATE)
+    product = _load_f32(state) * _load_f32(dstate)
+    state_dot_dstate = sums.state_dot_dstate + _row_sum(product)
+    do_or_dv = ctx.smem.values.at[stage, ctx.wg]
+    dq, dk, dk_to_end, weights = dots(
+        (sums.dq, (do, state)),
+        (sums.dk, (dv, state)),
+        (sums.dk_to_end, (v_new, dstate)),
+        (sums.weights, (do_or_dv, transposed(v_new))),
+    )
+    plgpu.commit_smem()  # orders these reads before the copies that reuse the stage
+    plgpu.barrier_arrive(ctx.barriers.v_empty.at[stage])
+    return SumsOverV(
+        dq=dq,
+        dk=dk,
+        dk_to_end=dk_to_end,
+        weights=weights,
+        state_dot_dstate=state_dot_dstate,
+    )
+
+
+def write_pair_weights(ctx: Warpgroup, weights: Reg) -> None:
+    """W_q by consumer 0 and W_k by consumer 1, strictly lower, and their diagonals unscaled."""
+    zero = zeros(CHUNK, CHUNK)
+    options = ctx.spec.options
+    token_scalars = ctx.smem.token_scalars
+    diagonal_smem = ctx.smem.diagonals.at[ctx.wg]
+    weights_smem = ctx.smem.weights.at[ctx.wg]
+    row = iota2d(0, CHUNK)
+    column = iota2d(1, CHUNK, ctx.iota)
+    diagonal = jnp.where(row == column, weights, zero)
+    diagonal_smem[...] = _row_sum(diagonal)
+    weights = weights * pair_decay(token_scalars.at[LOG2_CUM])
+    weights = weights * jnp.where(ctx.wg == Q, options.scale, -1.0)
+    if options.qk_norm:
+        # Pinned, so that layout inference does not try every pair of layouts of one buffer.
+        inv_norm_rows = per_row(ctx.inv_norm(ctx.wg), CHUNK)
+        weights = weights * pin(inv_norm_rows)
+        inv_norm_k = plgpu.load(token_scalars.at[INV_NORMS + K], layout=COLS)
+        inv_norm_columns = per_column(inv_norm_k, CHUNK)
+        weights = weights * pin(inv_norm_columns)
+    # Read again, so that the numbers from above are not live in registers meanwhile.
+    column = iota2d(1, CHUNK, ctx.iota)
+    row = iota2d(0, CHUNK)
+    strictly_lower = jnp.where(column < row, weights, zero)
+    weights_smem[...] = strictly_lower.astype(BF16)
+
+
+def constant_norm_grads(ctx: Warpgroup, sums: SumsOverV) -> tuple[Reg, Reg]:
+    """dq and dk [C, 64] while the norms are held constant; writes `g_terms` for dg.
+
+    Both consumers must have written their weights.
+    """
+    options = ctx.spec.options
+    g_terms = ctx.smem.g_terms
+    tile = ctx.own_tile
+    q_smem = ctx.qk_tile(Q)
+    k_smem = ctx.qk_tile(K)
+    w_q = ctx.weights_tile(Q)
+    w_k = ctx.weights_tile(K)
+    dq_state = ctx.row_factor(Q_FROM_START) * sums.dq
+    dk_state = -ctx.row_factor(K_FROM_START) * sums.dk
+    dq, dk_as_row, dk_as_column = dots(
+        (dq_state, (w_q, k_smem)),
+        (dk_state, (w_k, k_smem)),
+        (
+            zeros(CHUNK, TILE_K),
+            (transposed(w_q), q_smem),
+            (transposed(w_k), k_smem),
+        ),
+    )
+    dk_to_end = ctx.row_factor(K_TO_END) * sums.dk_to_end
+    q = _load_f32(q_smem)
+    k = _load_f32(k_smem)
+    # The decay of a pair (i, j) spans the tokens j + 1 .. i. What the pair gives to i counts with a
+    # plus for all tokens up to i, what it gives to j with a minus for all tokens up to j, where the
+    # two cancel.
+    up_to = q * dq + k * (dk_as_row - dk_as_column)
+    g_terms.at[G_UP_TO, tile][...] = _row_sum(up_to)
+    g_terms.at[G_AFTER, tile][...] = _row_sum(k * dk_to_end)
+    g_terms.at[G_CHUNK, tile][...] = sums.state_dot_dstate
+    # The diagonal of W_q, which no decay multiplies.
+    diag_w_q = plgpu.load(ctx.smem.diagonals.at[Q], layout=ROWS)
+    diag_w_q = diag_w_q * options.scale
+    if options.qk_norm:
+        diag_w_q = diag_w_q * ctx.inv_norm(Q) * ctx.inv_norm(K)
+    diag_w_q = per_row(diag_w_q, TILE_K)
+    dq = dq + diag_w_q * k
+    dk = dk_as_row + dk_as_column + dk_to_end + diag_w_q * q
+    return dq, dk
+
+
+def store_dq_dk(ctx: Warpgroup, out_gmem: KernelGrads, grads: tuple[Reg, Reg]) -> None:
+    """The VJP of the norms, and the stores of dq and dk.
+
+    With x normalised to f x, f = 1 / norm, and dx' the cotangent while f is held constant,
+
+        dx = dx' - f^2 x (x . dx')
+
+    x . dx' takes all channels, so with more than one channel block what is stored is dx' / f, the
+    cotangent of f x. `g_terms` of both consumers can be read afterwards.
+    """
+    qk_norm = ctx.spec.options.qk_norm
+    all_channels = ctx.spec.channel_blocks == 1
+    own_tile = ctx.own_tile
+    outputs = (out_gmem.dq, out_gmem.dk)
+    tiles = [ctx.smem.qk.at[which, own_tile] for which in (Q, K)]
+    norm_dots = ctx.smem.norm_dots
+    if qk_norm and all_channels:
+        for which, tile, dx in zip((Q, K), tiles, grads):
+            norm_dot_smem = norm_dots.at[which, own_tile]
+            norm_dot_smem[...] = _row_sum(_load_f32(tile) * dx)
+    if ctx.spec.num_tiles == GDN_CONSUMERS:
+        ctx.sync_warpgroups()
+    else:
+        plgpu.commit_smem()  # only consumer 0 is here
+    for which, tile, dx, dx_gmem in zip((Q, K), tiles, grads, outputs):
+        if qk_norm and all_channels:
+            inv_norm = ctx.inv_norm(which)
+            norm_dot = _sum_over_tiles(ctx, norm_dots.at[which], ROWS)
+            x = _load_f32(tile)
+            along_x = inv_norm * inv_norm * norm_dot
+            dx = dx - x * per_row(along_x, TILE_K)
+        elif qk_norm:
+            norm = 1.0 / ctx.inv_norm(which)
+            dx = dx * per_row(norm, TILE_K)
+        columns = ctx.columns(own_tile)
+        index = ctx.global_chunk
+        _store_tile(dx, tile, index.rows(dx_gmem, ctx.spec.heads, columns))
+
+
+def store_dg(ctx: Warpgroup, out_gmem: KernelGrads) -> None:
+    """dg of the chunk, from this channel block; and dv . v_new, by the first block."""
+    g_terms = ctx.smem.g_terms
+
+    def columns(term: int) -> Reg:
+        total = _sum_over_tiles(ctx, g_terms.at[term], COLS)
+        return per_column(total, CHUNK)
+
+    up_to = columns(G_UP_TO)
+    after = columns(G_AFTER)
+    of_chunk = columns(G_CHUNK)
+    # The decay of token i is in the sums up to tokens j >= i, and in those after tokens j < i.
+    column = iota2d(1, CHUNK, ctx.iota)
+    row = iota2d(0, CHUNK)
+    terms = jnp.where(column >= row, up_to, after)
+    terms = terms + of_chunk * ctx.smem.factors[CHUNK_DECAY, 0]
+    dg = _row_sum(terms)
+    index = ctx.global_chunk._replace(head=ctx.grid_index.head)
+    dg_gmem = index.tile(out_gmem.dg)
+    dg_gmem[...] = dg
+
+    @pl.when(ctx.channel_block == 0)
+    def _():
+        diagonal_smem = ctx.smem.diagonals.at[K]
+        v_new_dot_dv = plgpu.load(diagonal_smem, layout=ROWS)
+        v_new_dot_dv_gmem = ctx.global_chunk.tile(out_gmem.v_new_dot_dv)
+        v_new_dot_dv_gmem[...] = v_new_dot_dv
+
+
+def _store_tile(x: Reg, staging_smem: Smem, x_gmem: Gmem) -> None:
+    """Starts a tile's store through shared memory; float32, which does not fit, goes direct."""
+    if x_gmem.dtype == F32:
+        x_gmem[...] = x
+    else:
+        staging_smem[...] = x.astype(BF16)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(staging_smem, x_gmem)
+
+
+def _sum_over_tiles(ctx: Warpgroup, vectors_smem: Smem, layout: Layout) -> Reg:
+    """[C]: the sum of a vector of every tile."""
+    lines = [vectors_smem.at[tile] for tile in range(ctx.spec.num_tiles)]
+    vectors = [plgpu.load(line, layout=layout) for line in lines]
+    return functools.reduce(jnp.add, vectors)
+
+
+def _load_f32(tile_smem: Smem) -> Reg:
+    return load(tile_smem).astype(F32)
+
+
+def _row_sum(x: Reg) -> Reg:
+    return jnp.sum(x, axis=1)

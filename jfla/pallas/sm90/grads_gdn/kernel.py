@@ -1,0 +1,238 @@
+"""Launch and roles of jfla_grads_gdn: `FactoredQK`, token scalars, `ScanResults` to `KernelGrads`.
+
+The kernel is persistent and warp-specialised: CTAs take chunks of a block of 128 channels. A
+producer warpgroup issues the copies, up to a chunk ahead, of 64 columns of V at a time; two
+consumer warpgroups own 64 channels each.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
+
+from jfla.pallas.mgpu.iota import write_iota
+from jfla.pallas.mgpu.launch import launch
+from jfla.pallas.mgpu.opaque import opaque_zero
+from jfla.pallas.mgpu.scheduler import TileScheduler, WorkTile
+from jfla.pallas.mgpu.smem import F32
+from jfla.pallas.mgpu.types import Index
+from jfla.pallas.sm90.chunk_index import CHANNEL_BLOCK, TILE_K, TILE_V, ChunkGrid, TimeSpan
+from jfla.pallas.sm90.grads_gdn.dqkg import (
+    SumsOverV,
+    add_v_tile,
+    constant_norm_grads,
+    store_dg,
+    store_dq_dk,
+    write_pair_weights,
+    zero_sums,
+)
+from jfla.pallas.sm90.grads_gdn.smem import (
+    DO,
+    DSTATE,
+    DV,
+    GDN_CONSUMERS,
+    STATE,
+    V_NEW,
+    Barriers,
+    GradsGdnInputs,
+    GradsGdnSpec,
+    SharedStorage,
+    Warpgroup,
+    grads_gdn_barriers,
+    grads_gdn_storage,
+)
+from jfla.pallas.sm90.qk_tiles import K, Q, QkOptions
+from jfla.pallas.sm90.results import KernelGrads
+from jfla.stages import FactoredQK, ScanResults
+from jfla.types import CHUNK
+
+
+def run_consumer(ctx: Warpgroup, out_gmem: KernelGrads) -> None:
+    """What a consumer warpgroup does with a chunk."""
+
+    def add(v_tile: Index, sums: SumsOverV) -> SumsOverV:
+        return add_v_tile(ctx, v_tile, sums)
+
+    sums = lax.fori_loop(0, ctx.spec.v_tiles, add, zero_sums())
+    plgpu.barrier_wait(ctx.barriers.qk_full)
+    write_pair_weights(ctx, sums.weights)
+    ctx.sync_warpgroups()
+
+    # With K = 64 there is one tile of channels, and consumer 1 was only needed for W_k.
+    @pl.when(ctx.wg < ctx.spec.num_tiles)
+    def _():
+        store_dq_dk(ctx, out_gmem, constant_norm_grads(ctx, sums))
+
+    @pl.when(ctx.wg == 0)
+    def _():
+        store_dg(ctx, out_gmem)
+
+    # The producer copies the next q and k over the tiles that these stores read.
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(ctx.barriers.chunk_done)
+
+
+def run_producer(ctx: Warpgroup) -> None:
+    """Issues the copies of a chunk, each as soon as there is room."""
+    for v_tile in range(ctx.spec.v_tiles):
+        stage = ctx.stage(v_tile)
+
+        @pl.when(ctx.v_copy_count(v_tile) >= ctx.num_stages)
+        def _(stage: Index = stage):
+            plgpu.barrier_wait(ctx.barriers.v_empty.at[stage])
+
+        load_v_tile(ctx, v_tile, stage)
+
+    @pl.when(ctx.work.iteration > 0)
+    def _():
+        plgpu.barrier_wait(ctx.barriers.chunk_done)
+
+    load_qk(ctx)
+
+
+def load_v_tile(ctx: Warpgroup, v_tile: int, stage: Index) -> None:
+    """Starts the copies of 64 columns of V of everything that the scans left, to one stage."""
+    scans = ctx.gmem.scans
+    rows_of_state = pl.ds(v_tile * TILE_V, TILE_V)
+    full = ctx.barriers.v_full.at[stage]
+    values = (
+        (DO, ctx.global_chunk, scans.do),
+        (DV, ctx.global_chunk, scans.dv),
+        (V_NEW, ctx.span_chunk, scans.v_new),
+    )
+    for which, index, source in values:
+        source_rows = index.rows(source, ctx.spec.heads, rows_of_state)
+        plgpu.copy_gmem_to_smem(source_rows, ctx.smem.values.at[stage, which], full)
+    for which, source in ((STATE, scans.states), (DSTATE, scans.dstates)):
+        for tile in range(ctx.spec.num_tiles):
+            source_tile = ctx.span_chunk.tile(source).at[rows_of_state, ctx.columns(tile)]
+            plgpu.copy_gmem_to_smem(source_tile, ctx.smem.states.at[stage, which, tile], full)
+
+
+def load_qk(ctx: Warpgroup) -> None:
+    """Starts the copies of a chunk's q, k, factors and token scalars."""
+    index = ctx.global_chunk
+    full = ctx.barriers.qk_full
+    plgpu.copy_gmem_to_smem(index.tile(ctx.gmem.factors), ctx.smem.factors, full)
+    plgpu.copy_gmem_to_smem(index.tile(ctx.gmem.token_scalars), ctx.smem.token_scalars, full)
+    for which, source in ((Q, ctx.gmem.q), (K, ctx.gmem.k)):
+        for tile in range(ctx.spec.num_tiles):
+            source_rows = index.rows(source, ctx.spec.heads, ctx.columns(tile))
+            plgpu.copy_gmem_to_smem(source_rows, ctx.smem.qk.at[which, tile], full)
+
+
+def drain_producer(barriers: Barriers, num_chunks: Index, v_tiles: int, stages: int) -> None:
+    """Waits for the last arrivals: each has to be observed before the kernel ends."""
+    count = num_chunks * v_tiles
+
+    @pl.loop(jnp.maximum(count - stages, 0), count)
+    def _(i: Index) -> None:
+        plgpu.barrier_wait(barriers.v_empty.at[lax.rem(i, jnp.int32(stages))])
+
+    plgpu.barrier_wait(barriers.chunk_done)
+
+
+def grads_gdn(
+    qk: FactoredQK,
+    token_scalars: jax.Array,
+    scans: ScanResults,
+    options: QkOptions,
+    max_ctas: int,
+    out_dtype: DTypeLike,
+    span: TimeSpan | None = None,
+) -> KernelGrads:
+    """On the host: launches the kernel. Shapes are those of `result_shapes`.
+
+    `qk` and `token_scalars` are those of `intra_gdn`. With a span of time the results are its
+    references.
+    """
+    spec = _spec(scans, options, token_scalars.shape[3])
+    smem_spec = grads_gdn_storage(spec)
+    stages = smem_spec.values.shape[0]
+    scheduler = TileScheduler(spec.grid.num_tiles, max_ctas)
+
+    def body(
+        gmem: GradsGdnInputs, outputs_gmem: KernelGrads, smem: SharedStorage, barriers: Barriers
+    ) -> None:
+        cta = lax.axis_index("cta")
+        wg = lax.axis_index("wg")
+        out_gmem = outputs_gmem if gmem.span is None else gmem.span.results
+
+        def context(work: WorkTile) -> Warpgroup:
+            return Warpgroup(wg + work.zero, work, spec, gmem, smem, barriers)
+
+        @pl.when(wg < GDN_CONSUMERS)
+        def _():
+            plgpu.set_max_registers(232, action="increase")
+            write_iota(smem.iota.at[wg])
+            consume = lambda work: run_consumer(context(work), out_gmem)
+            scheduler.for_each_tile(consume, cta, 0, gmem.zero)
+            plgpu.wait_smem_to_gmem(0)
+
+        @pl.when(wg == GDN_CONSUMERS)
+        def _():
+            plgpu.set_max_registers(40, action="decrease")
+            produce = lambda work: run_producer(context(work))
+            scheduler.for_each_tile(produce, cta, 0, gmem.zero)
+            drain_producer(barriers, scheduler.tile_count(cta), spec.v_tiles, stages)
+
+    batch, time, heads, _ = scans.v_new.shape
+    key_dim = scans.states.shape[-1]
+    n_chunks = spec.grid.n_chunks
+    shapes = result_shapes((batch, time, heads, key_dim), n_chunks, options, out_dtype)
+    outputs = launch(
+        body,
+        GradsGdnInputs(qk.q, qk.k, scans, qk.factors, token_scalars, opaque_zero(), span),
+        shapes if span is None else (),
+        grid={"cta": scheduler.num_ctas},
+        num_warpgroups=GDN_CONSUMERS + 1,
+        smem=smem_spec,
+        barriers=grads_gdn_barriers(spec, stages),
+        name="jfla_grads_gdn",
+    )
+    return outputs if span is None else span.results
+
+
+def result_shapes(
+    shape: tuple[int, int, int, int], n_chunks: int, options: QkOptions, dtype: DTypeLike
+) -> KernelGrads:
+    """On the host: what `grads_gdn` returns, without values, for `shape` [B, T, HV, K] of dq.
+
+    dq and dk are in `dtype`, or in float32 where the caller has the VJP of the norms still to do.
+    dg is [B, HV * channel blocks, N, C]: see `sum_over_channel_blocks`.
+    """
+    batch, _, heads, key_dim = shape
+    channel_blocks = _channel_blocks(key_dim)
+    before_norm_vjp = channel_blocks > 1 and options.qk_norm
+    dx = jax.ShapeDtypeStruct(shape, F32 if before_norm_vjp else dtype)
+    dg = jax.ShapeDtypeStruct((batch, heads * channel_blocks, n_chunks, CHUNK), F32)
+    v_new_dot_dv = jax.ShapeDtypeStruct((batch, heads, n_chunks, CHUNK), F32)
+    return KernelGrads(dx, dx, dg, v_new_dot_dv)
+
+
+def sum_over_channel_blocks(grads: KernelGrads) -> KernelGrads:
+    """On the host: the same with dg [B, HV, N, C]."""
+    batch, heads, n_chunks, _ = grads.v_new_dot_dv.shape
+    dg = grads.dg.reshape(batch, heads, -1, n_chunks, CHUNK)
+    return grads._replace(dg=jnp.sum(dg, axis=2))
+
+
+def _spec(scans: ScanResults, options: QkOptions, num_token_scalars: int) -> GradsGdnSpec:
+    batch, heads, n_chunks, value_dim, key_dim = scans.states.shape
+    channel_blocks = _channel_blocks(key_dim)
+    return GradsGdnSpec(
+        options=options,
+        grid=ChunkGrid(batch, heads * channel_blocks, n_chunks),
+        heads=heads,
+        channel_blocks=channel_blocks,
+        num_tiles=min(key_dim, CHANNEL_BLOCK) // TILE_K,
+        v_tiles=value_dim // TILE_V,
+        num_token_scalars=num_token_scalars,
+    )
+
+
+def _channel_blocks(key_dim: int) -> int:
+    return max(key_dim // CHANNEL_BLOCK, 1)

@@ -1,0 +1,1 @@
+"""The intra-chunk kernel of KDA: `kernel.intra_kda`."""

@@ -1,0 +1,140 @@
+"""q, k and the gate of a chunk in shared memory, by tiles of 64 channels: loaded, gated, normalised."""
+
+import functools
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jfla.gates import NORM_EPSILON
+from jfla.pallas.mgpu.iota import iota2d, per_column, per_row
+from jfla.pallas.mgpu.mma import WGMMA, zeros
+from jfla.pallas.mgpu.smem import F16, F32
+from jfla.pallas.mgpu.types import Barrier, Gmem, Index, Reg, Smem
+from jfla.pallas.sm90.chunk_index import TILE_K, ChunkIndex
+from jfla.pallas.sm90.decay_sums import GATE_SCALE
+from jfla.pallas.sm90.gate import GateKind, log2_decay, with_resets
+from jfla.types import CHUNK
+
+Q, K = range(2)
+
+
+class QkgOperands(NamedTuple):
+    """q, k and g in global memory. `rates` and `bias` belong to the gate, if there is one, `resets` to packing."""
+
+    q: Gmem  # [B, T, H, K]
+    k: Gmem  # [B, T, H, K]
+    g: Gmem  # [B, T, HV, K], raw where there is a gate
+    rates: Gmem  # [HV, 2] or None: a_log and exp(a_log)
+    bias: Gmem  # [HV, K] or None
+    resets: Gmem  # [B, T] or None
+
+
+class QkOptions(NamedTuple):
+    """Static. Tokens from `time` on are padding of the last chunk."""
+
+    scale: float
+    qk_norm: bool
+    time: int
+    gate: GateKind = GateKind()
+
+    @property
+    def no_gate(self) -> bool:
+        """Whether g is the log decay itself."""
+        return self.gate.name == "none"
+
+
+class QkTiles(NamedTuple):
+    """The q and k of one chunk, bf16 as the caller passed them.
+
+    They may be a part of the channels: a power of two of tiles, from tile `first` on, a multiple of that power.
+    """
+
+    options: QkOptions
+    index: ChunkIndex
+    value_heads: int
+    num_tiles: int
+    q: Smem  # [num_tiles, C, 64]
+    k: Smem  # [num_tiles, C, 64]
+    square_norms: Smem  # [2, up to num_tiles, C] float32: sum of x^2
+    first: Index = 0
+    inv_norms: tuple[Reg, Reg] | None = None  # see `with_inv_norms`
+
+    def columns(self, tile: Index) -> Index:
+        """Where a tile lies among all channels."""
+        return pl.ds((tile ^ self.first) * TILE_K, TILE_K)
+
+    def view(self, ref_gmem: Gmem, tile: Index) -> Gmem:
+        """A tile of an array [B, T, heads, K]."""
+        return self.index.rows(ref_gmem, self.value_heads, self.columns(tile))
+
+    def prefetch(self, tile: Index, q_gmem: Gmem, k_gmem: Gmem, barrier: Barrier) -> None:
+        """Starts the copies of a tile of q and of k."""
+        for source, target in ((q_gmem, self.q), (k_gmem, self.k)):
+            plgpu.copy_gmem_to_smem(self.view(source, tile), target.at[tile], barrier)
+
+    def write_square_norms(self, tile: Index, gmem: QkgOperands | None = None) -> None:
+        """Writes the row sums of x^2 of a tile, and of the tiles that have no line of their own in `square_norms`.
+
+        With `gmem` also of the tiles of K that other CTAs own.
+        """
+        step = self.square_norms.shape[1]
+        num_tiles = self.num_tiles if gmem is None else gmem.q.shape[-1] // TILE_K
+        for which, tiles in enumerate((self.q, self.k)):
+            total = zeros(CHUNK, TILE_K)
+            for n in range(0, num_tiles, step):
+                if gmem is None or n < self.num_tiles:
+                    y = tiles[tile ^ n]
+                else:
+                    y = plgpu.load(self.view(gmem[which], tile ^ n), layout=WGMMA, optimized=False)
+                total += y.astype(F32) * y.astype(F32)
+            self.square_norms.at[which, tile][...] = jnp.sum(total, axis=1)
+
+    def scale(self, which: int) -> float:
+        """What the recurrence multiplies q (or k) with."""
+        return self.options.scale if which == Q else 1.0
+
+    def with_inv_norms(self) -> "QkTiles":
+        """The same with 1 / norm in registers, for a stage that reads q or k more than once."""
+        if not self.options.qk_norm:
+            return self
+        return self._replace(inv_norms=(self.inv_norm(Q), self.inv_norm(K)))
+
+    def inv_norm(self, which: int) -> Reg:
+        """[C]: 1 / norm of each row of q or k, under qk_norm."""
+        if self.inv_norms is not None:
+            return self.inv_norms[which]
+        lines = [self.square_norms[which, tile] for tile in range(self.square_norms.shape[1])]
+        return lax.rsqrt(functools.reduce(jnp.add, lines) + NORM_EPSILON)
+
+    def normalized(self, which: int, tile: Index) -> Reg:
+        """[C, 64] float32 of q or k, l2-normalised under qk_norm."""
+        x = (self.q, self.k)[which][tile].astype(F32)
+        return x * per_row(self.inv_norm(which), TILE_K) if self.options.qk_norm else x
+
+    def scaled(self, which: int, tile: Index) -> Reg:
+        """[C, 64] float32 of q or k as the recurrence reads it: q is scaled."""
+        x = self.normalized(which, tile)
+        return x * self.scale(which) if which == Q else x
+
+    def load_raw_gate(self, gmem: QkgOperands, tile: Index) -> Reg:
+        """A tile of g as the caller passed it, straight from global memory."""
+        return plgpu.load(self.view(gmem.g, tile), layout=WGMMA, optimized=False)
+
+    def scaled_log2_decay(self, raw: Reg, gmem: QkgOperands, bias_smem: Smem, resets: Smem) -> Reg:
+        """float16 log2 decay times GATE_SCALE of a tile of raw gate input, with packing applied.
+
+        `bias_smem` is the tile's [64], `resets` the chunk's [C], either None.
+        """
+        head = self.index.head
+        bias = None if bias_smem is None else per_column(bias_smem[...], CHUNK)
+        rate = None if self.options.no_gate else (gmem.rates[head, 0], gmem.rates[head, 1])
+        decay = log2_decay(self.options.gate, raw.astype(F32), rate, bias)
+        if not self.options.no_gate and self.options.time % CHUNK:
+            token = iota2d(0, CHUNK) + self.index.chunk * CHUNK
+            decay = jnp.where(token < self.options.time, decay, zeros(CHUNK, TILE_K))
+        if resets is not None:
+            decay = with_resets(decay, resets[...])
+        return (decay * GATE_SCALE).astype(F16)

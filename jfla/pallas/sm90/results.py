@@ -1,0 +1,27 @@
+"""What the Hopper kernels leave in global memory: the contract of `jfla.stages` in the kernels' own layouts."""
+
+from typing import NamedTuple
+
+from jfla.pallas.mgpu.types import Gmem
+from jfla.stages import QK, IntraChunk
+
+
+class IntraResults(NamedTuple):
+    """Of the intra-chunk kernel. `intra` is None where the caller has it; `token_scalars` is None for KDA."""
+
+    qk: QK
+    intra: IntraChunk | None
+    token_scalars: Gmem  # [B, HV, N, 1 or 3, C] float32: see intra_gdn.py
+
+
+class KernelGrads(NamedTuple):
+    """Of the gradient kernels, per value head. For KDA dq and dk come once per block of V, laid out like value heads.
+
+    Cotangents of q and k as the caller passed them; under qk_norm with more than one block of 128 channels, of q and k
+    after it.
+    """
+
+    dq: Gmem  # [B, T, HV, K], KDA [B, T, HV * v_blocks, K]: summed by the caller
+    dk: Gmem
+    dg: Gmem  # KDA [B, T, HV, K], GDN [B, HV, N, C]: of the natural-log decay
+    v_new_dot_dv: Gmem  # [B, HV, N, C]: beta^2 dbeta

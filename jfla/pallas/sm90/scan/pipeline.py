@@ -1,0 +1,329 @@
+"""Kernel: scans over the chunks of every sequence, pipelined: one producer and one or two consumer warpgroups.
+
+One CTA per scan, sequence, value head, time split and block of V. Each consumer warpgroup owns 64 columns of V; the
+producer warpgroup issues TMA copies of whole chunks, as many ahead as there are pipeline stages. Scans that do not
+depend on each other share one grid: alone, one seldom fills the GPU.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jfla.pallas.mgpu.mma import WGMMA, zeros
+from jfla.pallas.mgpu.overlap import Kernel, PendingResults, ReadyFlags
+from jfla.pallas.mgpu.smem import transposed
+from jfla.pallas.mgpu.types import Gmem, Index, Reg
+from jfla.pallas.sm90.chunk_index import TILE_V, ChunkIndex
+from jfla.pallas.sm90.scan.spec import (
+    MAX_K_IN_REGISTERS,
+    ChunkTiles,
+    GmemOperands,
+    PipelineBarriers,
+    ScanConfig,
+    ScanOutputs,
+    ScanSpec,
+    SharedStorage,
+    is_state,
+    pipeline_barriers,
+    shared_storage,
+)
+from jfla.pallas.sm90.token_decay import TokenDecay
+from jfla.types import CHUNK
+
+
+class GridIndex(NamedTuple):
+    """Which scan a CTA runs, and where; the first field is fastest.
+
+    CTAs with neighbouring blocks of V have neighbouring numbers, because they read the same q, k and a_qk: one finds
+    them in the second-level cache after the other.
+    """
+
+    v_block: Index
+    time_split: Index
+    scan: Index
+    head: Index
+    batch: Index
+
+
+class ScanCta(NamedTuple):
+    """One CTA of one scan."""
+
+    spec: ScanSpec
+    config: ScanConfig
+    index: GridIndex
+    ready_flags: ReadyFlags
+    gmem: GmemOperands
+    stores: tuple[Gmem, ...]
+    checkpoints: Gmem
+    last: Gmem
+    chunk_offset: Index  # chunks before the first that is scanned
+    smem: SharedStorage
+    barriers: PipelineBarriers
+
+    # Where things are.
+
+    @property
+    def chunk_range(self) -> tuple[Index, Index]:
+        """(first, number) of the chunks in this CTA's time split."""
+        n_chunks = self.spec.n_chunks
+        per_split = -(-n_chunks // self.spec.time_splits)
+        first = self.index.time_split * per_split
+        return first, jnp.minimum(per_split, n_chunks - first)
+
+    def span_chunk(self, i: Index) -> ChunkIndex:
+        """The i-th chunk in the order of the scan, in arrays that hold the scanned span alone."""
+        first, count = self.chunk_range
+        chunk = first + (count - 1 - i if self.spec.reverse else i)
+        return ChunkIndex(self.index.batch, self.index.head, chunk)
+
+    def global_chunk(self, i: Index) -> ChunkIndex:
+        """The same chunk in arrays that hold all of time."""
+        chunk = self.span_chunk(i)
+        return chunk._replace(chunk=chunk.chunk + self.chunk_offset)
+
+    def columns(self, wg: Index) -> Index:
+        """A consumer warpgroup's columns of V."""
+        return pl.ds(self.index.v_block * self.config.v_block + wg * TILE_V, TILE_V)
+
+    def stage(self, i: Index) -> Index:
+        """The pipeline stage of the i-th chunk."""
+        return lax.rem(i, jnp.int32(self.config.stages))
+
+    def state_index(self, wg: Index) -> tuple[Index, ...]:
+        """Where the first and the last state of a warpgroup lie in [B, HV, splits, V, K]."""
+        split = self.index.time_split
+        if self.gmem.span is not None:
+            span = lax.div(self.chunk_offset, jnp.int32(self.spec.n_chunks))
+            split = lax.rem(span, jnp.int32(self.gmem.initial.shape[2]))
+        return self.index.batch, self.index.head, split, self.columns(wg)
+
+    def tiles(self, stage: Index, wg: Index) -> ChunkTiles:
+        """A chunk in shared memory, for one consumer warpgroup."""
+        chunks = self.smem.chunks
+
+        def at_stage(ref: Any) -> Any:
+            return None if ref is None else ref.at[stage]
+
+        k_to_end = chunks.k_from_start if self.spec.scalar_gate else chunks.k_to_end
+        return ChunkTiles(
+            decay=TokenDecay(self.spec.scalar_gate, at_stage(chunks.decay)),
+            q_from_start=at_stage(chunks.q_from_start),
+            k_from_start=at_stage(chunks.k_from_start),
+            k_to_end=at_stage(k_to_end),
+            a_qk=at_stage(chunks.a_qk),
+            a_inv=at_stage(chunks.a_inv),
+            values=chunks.values.at[stage, wg],
+            state=None if self.smem.state is None else self.smem.state.at[wg],
+        )
+
+    # The consumer.
+
+    def run_consumer(self, wg: Index) -> None:
+        """Scans all chunks of this CTA with the state in registers."""
+        few_registers = self.smem.state is not None
+        plgpu.set_max_registers(248 if few_registers else 232, action="increase")
+        if self.gmem.initial is None:
+            state = zeros(TILE_V, self.spec.key_dim)
+        else:
+            first = self.gmem.initial.at[self.state_index(wg)]
+            state = plgpu.load(first, layout=WGMMA, optimized=False)
+
+        def step(i: Index, carry: tuple[Reg, Index]) -> tuple[Reg, Index]:
+            state, zero = carry
+            if self.checkpoints is not None:
+                self.store_checkpoint(i, state, wg + zero)
+            return self.consume_chunk(i, state, wg + zero), zero & i
+
+        zero = jnp.int32(0) if self.gmem.zero is None else self.gmem.zero[0]
+        state, _ = lax.fori_loop(0, self.chunk_range[1], step, (state, zero))
+        if self.last is not None:
+            self.store_last(state, wg)
+        plgpu.wait_smem_to_gmem(0)
+
+    def consume_chunk(self, i: Index, state: Reg, wg: Index) -> Reg:
+        """Waits for the i-th chunk, steps, gives its stage back and starts the copies of what was stored."""
+        stage = self.stage(i)
+        plgpu.barrier_wait(self.barriers.full.at[stage])
+        stored: list[int] = []
+
+        def store(which: int, x: Reg) -> None:
+            if not stored:  # the staging tiles still hold what was stored of the chunk before
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            stored.append(which)
+            tile = self.smem.staging[which].at[wg]
+            spec = self.spec.stores[which]
+            target = tile if is_state(spec) else transposed(tile)
+            target[...] = x.astype(spec.dtype)
+
+        state = self.spec.step(state, self.tiles(stage, wg), store)
+        # Orders this chunk's reads of shared memory before the copies that refill its stage, too.
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(self.barriers.empty.at[stage])
+        for which in stored:
+            plgpu.copy_smem_to_gmem(self.smem.staging[which].at[wg], self.store_view(which, i, wg))
+        return state
+
+    def store_view(self, which: int, i: Index, wg: Index) -> Gmem:
+        """Where the i-th chunk's part of a store goes."""
+        out = self.stores[which]
+        columns = self.columns(wg)
+        if is_state(self.spec.stores[which]):
+            return self.span_chunk(i).tile(out).at[columns]
+        in_span = self.spec.outputs.stores[which] is not None
+        chunk = self.span_chunk(i) if in_span else self.global_chunk(i)
+        return chunk.rows(out, self.spec.value_heads, columns)
+
+    def store_checkpoint(self, i: Index, state: Reg, wg: Index) -> None:
+        """Stores the state where a span of time begins."""
+        chunk = self.span_chunk(i)
+        span_chunks = jnp.int32(self.spec.n_chunks // self.spec.num_checkpoints)
+
+        @pl.when(lax.rem(chunk.chunk, span_chunks) == 0)
+        def _():
+            span = lax.div(chunk.chunk, span_chunks)
+            self.checkpoints.at[chunk.batch, chunk.head, span, self.columns(wg)][...] = state
+
+    def store_last(self, state: Reg, wg: Index) -> None:
+        """Stores the last state: of every time split, or of the last one as the caller has states, [K, V]."""
+        if self.spec.last != "caller":
+            self.last.at[self.state_index(wg)][...] = state
+            return
+
+        @pl.when(self.index.time_split == self.spec.time_splits - 1)
+        def _():
+            index = self.index
+            rows = transposed(self.last.at[index.batch, index.head, :, self.columns(wg)])
+            rows[...] = plgpu.layout_cast(state, plgpu.Layout.WGMMA_TRANSPOSED)
+
+    # The producer.
+
+    def run_producer(self) -> None:
+        """Keeps the pipeline full: a chunk is copied as soon as it is ready and its stage is empty."""
+        few_registers = self.smem.state is not None
+        plgpu.set_max_registers(80 if few_registers else 40, action="decrease")
+        count = self.chunk_range[1]
+        stages = self.config.stages
+
+        @pl.loop(0, jnp.minimum(count, stages))
+        def _prologue(i):
+            self.ready_flags.wait(self.span_chunk(i))
+            self.copy_chunk(i, i)
+
+        @pl.loop(0, count - stages)
+        def _steady(i):
+            # The flag first: that wait is long, and the stage is empty by then.
+            self.ready_flags.wait(self.span_chunk(i + stages))
+            plgpu.barrier_wait(self.barriers.empty.at[self.stage(i)])
+            self.copy_chunk(i + stages, self.stage(i))
+
+        # Every arrival has to be observed, or the barrier is left in the wrong phase.
+        @pl.loop(jnp.maximum(count - stages, 0), count)
+        def _drain(i):
+            plgpu.barrier_wait(self.barriers.empty.at[self.stage(i)])
+
+    def copy_chunk(self, i: Index, stage: Index) -> None:
+        """Starts the copies of the i-th chunk into a pipeline stage."""
+        chunk = self.global_chunk(i)
+        gmem = self.gmem.chunks
+        smem = self.smem.chunks
+        full = self.barriers.full.at[stage]
+        heads = self.spec.value_heads
+        qk = [
+            (gmem.k_from_start, smem.k_from_start),
+            (gmem.q_from_start, smem.q_from_start),
+            (gmem.k_to_end, smem.k_to_end),
+        ]
+        tiles = [
+            (gmem.decay, smem.decay),
+            (gmem.a_qk, smem.a_qk),
+            (gmem.a_inv, smem.a_inv),
+        ]
+        for source, target in qk:
+            if source is not None:
+                view = chunk.tile_or_rows(source, heads)
+                plgpu.copy_gmem_to_smem(view, target.at[stage], full)
+        for source, target in tiles:
+            if source is not None:
+                plgpu.copy_gmem_to_smem(chunk.tile(source), target.at[stage], full)
+        for wg in range(self.config.num_consumer_wgs):
+            view = chunk.rows(gmem.values, heads, self.columns(wg))
+            plgpu.copy_gmem_to_smem(view, smem.values.at[stage, wg], full)
+
+
+def scan_kernel(specs: tuple[ScanSpec, ...], config: ScanConfig, name: str) -> PendingResults:
+    """`ScanOutputs` of every scan; all are of one shape."""
+    specs = tuple(spec.with_zero_state() for spec in specs)
+    batch, heads, time_splits, value_dim, key_dim = specs[0].split_states
+    config = config._replace(v_block=min(config.v_block, value_dim))
+    stages, smem_spec = shared_storage(specs, config)
+    config = config._replace(stages=stages)
+    num_consumer_wgs = config.num_consumer_wgs
+    grid = GridIndex(value_dim // config.v_block, time_splits, len(specs), heads, batch)
+
+    def body(inputs: Any, outputs: Any, smem: Any, barriers: Any, cta: Any, flags: Any) -> None:
+        if key_dim > MAX_K_IN_REGISTERS and specs[0].stores_states:
+            smem = smem._replace(state=smem.staging[0])
+        wg = lax.axis_index("wg")
+        index = _grid_index(grid, cta)
+
+        def run_scan(i: int) -> None:
+            common = (specs[i], config, index, flags)
+            scan = ScanCta(*common, *_in_gmem(specs[i], inputs[i], outputs[i]), smem, barriers[i])
+
+            @pl.when(wg < num_consumer_wgs)
+            def _consumer():
+                scan.run_consumer(wg if num_consumer_wgs > 1 else jnp.int32(0))
+
+            @pl.when(wg == num_consumer_wgs)
+            def _producer():
+                scan.run_producer()
+
+        for i in range(len(specs)):
+
+            @pl.when(index.scan == i)
+            def _(i=i):
+                run_scan(i)
+
+        # A launch may have more warpgroups; those give their registers away.
+        @pl.when(wg > num_consumer_wgs)
+        def _idle():
+            plgpu.set_max_registers(40, action="decrease")
+
+    kernel = Kernel(
+        name=name,
+        inputs=[spec.operands for spec in specs],
+        outputs=[spec.outputs for spec in specs],
+        num_ctas=math.prod(grid),
+        num_warpgroups=num_consumer_wgs + 1,
+        smem=smem_spec,
+        barriers=[pipeline_barriers(spec, num_consumer_wgs, stages) for spec in specs],
+        body=body,
+    )
+    return PendingResults(kernel, lambda outputs: outputs)
+
+
+def _in_gmem(
+    spec: ScanSpec, gmem: GmemOperands, out: ScanOutputs
+) -> tuple[GmemOperands, tuple[Gmem, ...], Gmem, Gmem, Index]:
+    """`gmem`, `stores`, `checkpoints`, `last` and `chunk_offset` of a ScanCta: of a span, references take results."""
+    span = gmem.span
+    if span is None:
+        return gmem, out.stores, out.checkpoints, out.last, 0
+    stores = tuple(span.results if store is None else store for store in out.stores)
+    last = None if spec.last is None else gmem.initial
+    all_chunks = spec.operands.chunks.values.shape[1] // CHUNK
+    return gmem, stores, out.checkpoints, last, span.offset(all_chunks, spec.n_chunks)
+
+
+def _grid_index(grid: GridIndex, cta: Index) -> GridIndex:
+    """A CTA's number, taken apart."""
+    fields: list[Index] = []
+    rest = cta
+    for size in grid:
+        fields.append(lax.rem(rest, jnp.int32(size)))
+        rest = lax.div(rest, jnp.int32(size))
+    return GridIndex(*fields)

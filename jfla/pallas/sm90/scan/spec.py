@@ -1,0 +1,243 @@
+"""What a scan over chunks is: its step, operands, results and shared memory; `pipeline.py` runs it.
+
+A scan keeps a state S^T [V, K] float32 from chunk to chunk. Everything is transposed with the state, so that it is the
+accumulator of the tensor cores and their left operand and never leaves the registers (up to K = 128).
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jfla.pallas.heuristics import HOPPER_SMEM_BYTES
+from jfla.pallas.mgpu.opaque import opaque_zero
+from jfla.pallas.mgpu.smem import F32, num_bytes, tile_smem
+from jfla.pallas.mgpu.types import Gmem, MemorySpec, Reg, Smem
+from jfla.pallas.sm90.chunk_index import TILE_V, TimeSpan
+from jfla.pallas.sm90.token_decay import TokenDecay, decay_smem
+from jfla.stages import QK, FactoredQK, IntraChunk
+from jfla.types import CHUNK
+
+MAX_K_IN_REGISTERS = 128  # up to here the state fits twice, in float32 and as a 16-bit left operand
+
+
+class ScanConfig(NamedTuple):
+    """v_block: columns of V per CTA, 64 for each consumer warpgroup. stages: chunks in flight, at most.
+
+    smem_bytes: what the tiles of a CTA may take.
+    """
+
+    v_block: int = 128
+    stages: int = 3
+    smem_bytes: int = HOPPER_SMEM_BYTES
+
+    @property
+    def num_consumer_wgs(self) -> int:
+        return self.v_block // TILE_V
+
+
+class ChunkTiles(NamedTuple):
+    """A chunk in shared memory, as the step of one consumer warpgroup sees it; None for what its scan does not use."""
+
+    decay: TokenDecay
+    q_from_start: Smem  # [C, K]
+    k_from_start: Smem  # [C, K]
+    k_to_end: Smem  # [C, K]
+    a_qk: Smem  # [C, C]
+    a_inv: Smem  # [C, C]
+    values: Smem  # [C, 64]: this warpgroup's columns of v or do
+    state: Smem  # [64, K] bf16: the left operand where registers are too few for it, else None
+
+
+Store = Callable[[int, Reg], None]
+Step = Callable[[Reg, ChunkTiles, Store], Reg]
+
+
+class TmaOperands(NamedTuple):
+    """What is copied of every chunk: arrays in global memory, or their pipeline stages in shared memory."""
+
+    k_from_start: Gmem | Smem
+    decay: Gmem | Smem
+    q_from_start: Gmem | Smem
+    k_to_end: Gmem | Smem  # None for a scalar gate, whose one k tile serves both
+    a_qk: Gmem | Smem
+    a_inv: Gmem | Smem
+    values: Gmem | Smem  # [B, T, HV, V]
+
+
+class GmemOperands(NamedTuple):
+    """Everything a scan reads."""
+
+    chunks: TmaOperands
+    initial: Gmem  # [B, HV, splits, V, K] float32; None begins from zeros
+    zero: Gmem  # [1], an opaque zero, where registers are few; else None
+    span: TimeSpan | None = (
+        None  # then `initial` has every span's state, or is written with the last one
+    )
+
+
+def gmem_operands(
+    qk: QK,
+    intra: IntraChunk,
+    values: jax.Array,
+    initial: Any,
+    *,
+    queries: bool = True,
+    span: TimeSpan | None = None,
+) -> GmemOperands:
+    """Without `queries` the step uses neither q nor a_qk."""
+    scalar_gate = isinstance(qk, FactoredQK)
+    chunks = TmaOperands(
+        k_from_start=qk.k if scalar_gate else qk.k_from_start,
+        decay=qk.factors if scalar_gate else qk.chunk_decay,
+        q_from_start=qk.q if scalar_gate else qk.q_from_start,
+        k_to_end=None if scalar_gate else qk.k_to_end,
+        a_qk=intra.a_qk,
+        a_inv=intra.a_inv,
+        values=values,
+    )
+    if not queries:
+        chunks = chunks._replace(q_from_start=None, a_qk=None)
+    few_registers = qk.key_dim > MAX_K_IN_REGISTERS
+    return GmemOperands(chunks, initial, opaque_zero() if few_registers else None, span)
+
+
+class ScanOutputs(NamedTuple):
+    """What a scan writes; None for what it does not, or what references take."""
+
+    stores: tuple[Any, ...]  # of every chunk
+    checkpoints: Any  # [B, HV, checkpoints, V, K] float32
+    last: Any  # [B, HV, splits, V, K] float32, or [B, HV, K, V] as the caller has a state
+
+
+class ScanSpec(NamedTuple):
+    """`state = step(state, tiles, store)` over the chunks, from the first or, in reverse, from the last.
+
+    `store(i, x)` writes the chunk's part of stores[i]: x [V, C] into rows of [B, T, HV, V], or x [V, K] into a tile of
+    [B, HV, N, V, K], which comes first and passes through `ChunkTiles.state` if there is one.
+    """
+
+    step: Step
+    operands: GmemOperands
+    scalar_gate: bool
+    stores: tuple[jax.ShapeDtypeStruct, ...] = ()
+    reverse: bool = False
+    time_splits: int = 1  # spans of time that run side by side
+    last: Literal["every split", "caller", None] = "every split"
+    num_checkpoints: int = 0  # of so many equal spans the state at the start is stored
+
+    @property
+    def n_chunks(self) -> int:
+        """Chunks that are scanned."""
+        time = self.operands.chunks.values.shape[1]
+        if self.operands.span is not None:
+            time = self.stores[-1].shape[1]
+        return time // CHUNK
+
+    @property
+    def value_heads(self) -> int:
+        return self.operands.chunks.values.shape[2]
+
+    @property
+    def key_dim(self) -> int:
+        return self.operands.chunks.k_from_start.shape[-1]
+
+    @property
+    def split_states(self) -> tuple[int, int, int, int, int]:
+        """[B, HV, splits, V, K]: the shape of the first and of the last states."""
+        batch, _, heads, value_dim = self.operands.chunks.values.shape
+        return batch, heads, self.time_splits, value_dim, self.key_dim
+
+    @property
+    def outputs(self) -> ScanOutputs:
+        """jax.ShapeDtypeStructs."""
+        stores = list[Any](self.stores)
+        span = self.operands.span
+        if span is not None and span.results is not None:
+            stores[-1] = None
+        batch, heads, _, value_dim, key_dim = self.split_states
+        checkpoints = None
+        if self.num_checkpoints:
+            shape = (batch, heads, self.num_checkpoints, value_dim, key_dim)
+            checkpoints = jax.ShapeDtypeStruct(shape, F32)
+        last = None
+        if self.last is not None and span is None:
+            shape = (batch, heads, key_dim, value_dim)
+            last = jax.ShapeDtypeStruct(shape if self.last == "caller" else self.split_states, F32)
+        return ScanOutputs(tuple(stores), checkpoints, last)
+
+    @property
+    def stores_states(self) -> bool:
+        return any(is_state(x) for x in self.stores[:1])
+
+    def with_zero_state(self) -> "ScanSpec":
+        """With zeros in global memory to begin from, where K = 256: zeros made in registers would spill three."""
+        if self.operands.initial is not None or self.key_dim <= MAX_K_IN_REGISTERS:
+            return self
+        zeros = jnp.zeros(self.split_states, F32)
+        return self._replace(operands=self.operands._replace(initial=zeros))
+
+
+def is_state(x: Any) -> bool:
+    """Whether a store is a tile of states [B, HV, N, V, K], not rows [B, T, HV, V]."""
+    return len(x.shape) == 5
+
+
+class SharedStorage(NamedTuple):
+    """Shared memory of a CTA."""
+
+    chunks: TmaOperands  # with a leading axis of pipeline stages; values [stages, wgs, C, 64]
+    staging: tuple[Smem, ...]  # [wgs, ..]: a tile for each store
+    state: Smem  # [wgs, 64, K], or None: see ChunkTiles
+
+
+class PipelineBarriers(NamedTuple):
+    """mbarriers of one scan, one for each pipeline stage."""
+
+    full: Any  # the chunk is in shared memory: an arrival for each copy
+    empty: Any  # the consumers are done with it: an arrival for each warpgroup
+
+
+def shared_storage(specs: tuple[ScanSpec, ...], config: ScanConfig) -> tuple[int, SharedStorage]:
+    """The number of pipeline stages that there is room for, and the shared memory that scans of one shape share."""
+    spec = specs[0]
+    num_wgs = config.num_consumer_wgs
+    stored = [(TILE_V, spec.key_dim) if is_state(x) else (CHUNK, TILE_V) for x in spec.stores]
+    own_state = spec.key_dim > MAX_K_IN_REGISTERS and not spec.stores_states
+    staging = tuple(tile_smem(num_wgs, *shape) for shape in stored)
+    state = tile_smem(num_wgs, TILE_V, spec.key_dim) if own_state else None
+    room = config.smem_bytes - num_bytes((staging, state))
+    stages = min(config.stages, room // num_bytes(_chunks_smem(specs, num_wgs, 1)))
+    return stages, SharedStorage(_chunks_smem(specs, num_wgs, stages), staging, state)
+
+
+def _chunks_smem(specs: tuple[ScanSpec, ...], num_wgs: int, stages: int) -> TmaOperands:
+    """What any of the scans reads of each chunk."""
+    spec = specs[0]
+    used = [any(x is not None for x in field) for field in zip(*(s.operands.chunks for s in specs))]
+    uses = TmaOperands(*used)
+
+    def tile(wanted: Any, columns: int) -> MemorySpec:
+        return tile_smem(stages, CHUNK, columns) if wanted else None
+
+    return TmaOperands(
+        k_from_start=tile(True, spec.key_dim),
+        decay=decay_smem(spec.scalar_gate, stages, spec.key_dim),
+        q_from_start=tile(uses.q_from_start, spec.key_dim),
+        k_to_end=tile(uses.k_to_end, spec.key_dim),
+        a_qk=tile(uses.a_qk, CHUNK),
+        a_inv=tile(uses.a_inv, CHUNK),
+        values=tile_smem(stages, num_wgs, CHUNK, TILE_V),
+    )
+
+
+def pipeline_barriers(spec: ScanSpec, num_wgs: int, stages: int) -> PipelineBarriers:
+    """One arrival for each copy of a chunk: the values come in one copy for each consumer warpgroup."""
+    shared = spec.operands.chunks._replace(values=None)
+    num_copies = sum(x is not None for x in shared) + num_wgs
+    return PipelineBarriers(
+        full=plgpu.Barrier(num_arrivals=num_copies, num_barriers=stages),
+        empty=plgpu.Barrier(num_arrivals=num_wgs, num_barriers=stages),
+    )

@@ -1,0 +1,291 @@
+"""Kernels: the states from chunk to chunk, with the output or for the backward, and their cotangents in reverse.
+
+    v_new = a_inv (v - k_from_start S)
+    o     = q_from_start S + a_qk v_new
+    S    <- chunk_decay * S + k_to_end^T v_new
+
+and, with dS at a chunk's end (docs/math.md, equations 6 and 10),
+
+    dv  = a_inv^T (a_qk^T do + k_to_end dS)
+    dS <- chunk_decay * dS + q_from_start^T do - k_from_start^T dv
+
+Everything is transposed, [V, C] and [V, K]: see spec.py.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jfla.pallas.mgpu.mma import dots, dots_while, load, zeros
+from jfla.pallas.mgpu.overlap import PendingResults, run
+from jfla.pallas.mgpu.smem import BF16, F32, transposed
+from jfla.pallas.mgpu.types import Reg, Smem
+from jfla.pallas.sm90.chunk_index import TimeSpan
+from jfla.pallas.sm90.scan.pipeline import scan_kernel
+from jfla.pallas.sm90.scan.spec import ChunkTiles, ScanConfig, ScanSpec, Store, gmem_operands
+from jfla.pallas.sm90.token_decay import times
+from jfla.stages import (
+    K_FROM_START,
+    K_TO_END,
+    Q_FROM_START,
+    QK,
+    IntraChunk,
+    ScanResults,
+)
+from jfla.types import CHUNK
+
+# Steps, in registers.
+
+
+def _state_operand(
+    state: Reg, tiles: ChunkTiles, store: Store | None = None
+) -> tuple[Reg | Smem, Callable[[], None]]:
+    """(left wgmma operand, deferred store) of the state. The store, if any, is best while the tensor cores work."""
+    state16 = state.astype(BF16)
+    if tiles.state is None:
+        return state16, lambda: None if store is None else store(0, state16)
+    if store is None:
+        tiles.state[...] = state16
+    else:
+        store(0, state16)  # its staging tile is tiles.state
+    plgpu.commit_smem()
+    return tiles.state, lambda: None
+
+
+def _values_and_factor(tiles: ChunkTiles) -> tuple[Reg, Reg | None]:
+    """v^T float32, and the factor of k_from_start."""
+    values = load(transposed(tiles.values)).astype(F32)
+    return values, tiles.decay.factor(K_FROM_START)
+
+
+def _output_step(state: Reg, tiles: ChunkTiles, store: Store) -> Reg:
+    """One chunk: stores the output, returns the next state."""
+    operand, _ = _state_operand(state, tiles)
+    (predicted_v, read), (values, k_factor) = dots_while(
+        lambda: _values_and_factor(tiles),
+        [(operand, transposed(tiles.k_from_start))],
+        [(operand, transposed(tiles.q_from_start))],
+    )
+    error = (values - times(predicted_v, k_factor)).astype(BF16)
+
+    def decay() -> tuple[Reg, Reg, Reg | None]:
+        decayed = tiles.decay.decay_state(state)
+        return decayed, tiles.decay.scale_tokens(read, Q_FROM_START), tiles.decay.factor(K_TO_END)
+
+    (v_new,), (decayed, read, k_factor) = dots_while(decay, [(error, transposed(tiles.a_inv))])
+    state, output = dots(
+        (decayed, (times(v_new, k_factor).astype(BF16), tiles.k_to_end)),
+        (read, (v_new.astype(BF16), transposed(tiles.a_qk))),
+    )
+    store(0, output)
+    return state
+
+
+def forward_step(
+    state: Reg, tiles: ChunkTiles, store: Store | None, with_values: bool = True
+) -> Reg:
+    """One chunk: stores the state before it and v_new, returns the next state.
+
+    Without values (v = 0) the tokens only decay and erase: the linear part R of the affine map.
+    """
+    operand, store_state = _state_operand(state, tiles, store)
+
+    def meanwhile() -> tuple[Reg, Reg | None]:
+        store_state()
+        values, k_factor = _values_and_factor(tiles)
+        return (values if with_values else zeros(*values.shape)), k_factor
+
+    (predicted_v,), (values, k_factor) = dots_while(
+        meanwhile, [(operand, transposed(tiles.k_from_start))]
+    )
+    error = (values - times(predicted_v, k_factor)).astype(BF16)
+    (v_new,), (decayed, k_factor) = dots_while(
+        lambda: (tiles.decay.decay_state(state), tiles.decay.factor(K_TO_END)),
+        [(error, transposed(tiles.a_inv))],
+    )
+    if store is not None:
+        store(1, v_new)
+    return dots((decayed, (times(v_new, k_factor).astype(BF16), tiles.k_to_end)))[0]
+
+
+def backward_step(dstate: Reg, tiles: ChunkTiles, store: Store | None) -> Reg:
+    """One chunk in reverse: stores dS at its end and dv, returns dS at its start."""
+    operand, store_dstate = _state_operand(dstate, tiles, store)
+    do = load(transposed(tiles.values))
+    few_registers = tiles.state is not None
+
+    def meanwhile() -> tuple[Reg, Reg | None]:
+        store_dstate()
+        scaled_do = tiles.decay.scale_tokens(do.astype(F32), Q_FROM_START).astype(BF16)
+        return scaled_do, None if few_registers else tiles.decay.factor(K_TO_END)
+
+    (from_dstate, dv_new), (scaled_do, k_factor) = dots_while(
+        meanwhile, [(operand, transposed(tiles.k_to_end))], [(do, tiles.a_qk)]
+    )
+    if few_registers:
+        k_factor = tiles.decay.factor(K_TO_END)
+    dv_new = (dv_new + times(from_dstate, k_factor)).astype(BF16)
+    (dv,), (decayed, k_factor) = dots_while(
+        lambda: (tiles.decay.decay_state(dstate), tiles.decay.factor(K_FROM_START)),
+        [(dv_new, tiles.a_inv)],
+    )
+    if store is not None:
+        store(1, dv)
+    erased = times(-dv, k_factor).astype(BF16)
+    return dots((decayed, (scaled_do, tiles.q_from_start), (erased, tiles.k_from_start)))[0]
+
+
+# Kernels, on the host.
+
+
+def output_scan(
+    qk: QK,
+    intra: IntraChunk,
+    v: jax.Array,
+    initial: Any,
+    config: ScanConfig,
+    *,
+    final_state: bool,
+    num_checkpoints: int = 0,
+) -> PendingResults:
+    """ScanOutputs: stores (o [B, T, HV, V],), checkpoints, and the last state [B, HV, K, V] if it is wanted.
+
+    `initial` is S^T where every time split begins, [B, HV, splits, V, K], or None: one split, from zeros.
+    """
+    spec = ScanSpec(
+        _output_step,
+        gmem_operands(qk, intra, v, initial),
+        qk.scalar_gate,
+        stores=(jax.ShapeDtypeStruct(v.shape, BF16),),
+        time_splits=num_splits(initial),
+        last="caller" if final_state else None,
+        num_checkpoints=num_checkpoints,
+    )
+    pending = scan_kernel((spec,), config, "jfla_output_scan")
+    return pending._replace(resolve=lambda outputs: outputs[0])
+
+
+def backward_scans(
+    qk: QK,
+    intra: IntraChunk,
+    v: jax.Array,
+    do: jax.Array,
+    ends: tuple[Any, Any],
+    config: ScanConfig,
+    *,
+    keep_dstate: bool,
+    span: TimeSpan | None = None,
+) -> tuple[ScanResults, Any]:
+    """`ScanResults`, and dS^T where every time split begins if it is kept: the two scans in one launch.
+
+    `ends` is (S^T before time, dS^T after it), each None for zeros. On a span of time they are (the states before every
+    span [B, HV, spans, V, K], a reference to dS^T after the span, which takes that before it), and `span.results` is a
+    reference that takes dv; `ScanResults` then has None for it.
+    """
+    initial, d_final = ends
+    n_chunks = v.shape[1] // CHUNK
+    if span is not None:
+        n_chunks //= initial.shape[2]
+    reverse = _backward_spec(qk, intra, do, d_final, n_chunks, keep_dstate, span)
+    forward = _states_spec(qk, intra, v, initial, n_chunks, span)
+    backward, states = run(scan_kernel((reverse, forward), config, "jfla_backward_scans"))
+    dstates, dv = backward.stores
+    return ScanResults(states.stores[0], dstates, states.stores[1], do, dv), backward.last
+
+
+def _states_spec(
+    qk: QK,
+    intra: IntraChunk,
+    v: jax.Array,
+    initial: Any,
+    n_chunks: int,
+    span: TimeSpan | None,
+) -> ScanSpec:
+    """S^T at each chunk's start and v_new: what the backward reads of the forward."""
+    time_splits = num_splits(initial)
+    if span is not None:
+        span = span._replace(results=None)
+        time_splits = 1
+    operands = gmem_operands(qk, intra, v, initial, queries=False, span=span)
+    stores = _states_and_values(qk, v, n_chunks)
+    return ScanSpec(
+        forward_step, operands, qk.scalar_gate, stores, time_splits=time_splits, last=None
+    )
+
+
+def _backward_spec(
+    qk: QK,
+    intra: IntraChunk,
+    do: jax.Array,
+    d_final: Any,
+    n_chunks: int,
+    keep_dstate: bool,
+    span: TimeSpan | None,
+) -> ScanSpec:
+    """dS^T at each chunk's end and dv, and dS^T before the first chunk."""
+    return ScanSpec(
+        backward_step,
+        gmem_operands(qk, intra, do, d_final, span=span),
+        qk.scalar_gate,
+        stores=_states_and_values(qk, do, n_chunks),
+        reverse=True,
+        time_splits=num_splits(d_final),
+        last="every split" if keep_dstate else None,
+    )
+
+
+def num_splits(initial: Any) -> int:
+    """Time splits of a scan that begins from these states."""
+    return 1 if initial is None else initial.shape[2]
+
+
+def _states_and_values(
+    qk: QK, v: jax.Array, n_chunks: int
+) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    batch, _, heads, value_dim = v.shape
+    states = jax.ShapeDtypeStruct((batch, heads, n_chunks, value_dim, qk.key_dim), BF16)
+    values = jax.ShapeDtypeStruct((batch, n_chunks * CHUNK, heads, value_dim), BF16)
+    return states, values
+
+
+def split_map_specs(
+    qk: QK,
+    intra: IntraChunk,
+    v: jax.Array,
+    identity: jax.Array,
+    time_splits: int,
+) -> tuple[ScanSpec, ScanSpec]:
+    """R^T and C^T of every time split: where it leads from the identity without values, and from zero with them."""
+
+    def linear(state: Reg, tiles: ChunkTiles, _: Store) -> Reg:
+        return forward_step(state, tiles, None, with_values=False)
+
+    def constant(state: Reg, tiles: ChunkTiles, _: Store) -> Reg:
+        return forward_step(state, tiles, None)
+
+    return (
+        ScanSpec(
+            linear,
+            gmem_operands(qk, intra, v, identity, queries=False),
+            qk.scalar_gate,
+            time_splits=time_splits,
+        ),
+        ScanSpec(
+            constant,
+            gmem_operands(qk, intra, v, None, queries=False),
+            qk.scalar_gate,
+            time_splits=time_splits,
+        ),
+    )
+
+
+def split_adjoint_spec(qk: QK, intra: IntraChunk, do: jax.Array, time_splits: int) -> ScanSpec:
+    """D^T of every time split: the cotangent that its own outputs send to its start."""
+
+    def step(dstate: Reg, tiles: ChunkTiles, _: Store) -> Reg:
+        return backward_step(dstate, tiles, None)
+
+    operands = gmem_operands(qk, intra, do, None)
+    return ScanSpec(step, operands, qk.scalar_gate, reverse=True, time_splits=time_splits)

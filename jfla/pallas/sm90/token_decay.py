@@ -1,0 +1,65 @@
+"""Decays that are applied per token: the factors of a scalar gate (GDN); KDA has them in its tiles already."""
+
+import math
+
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jfla.pallas.mgpu.iota import per_column, per_row
+from jfla.pallas.mgpu.mma import COLS, ROWS
+from jfla.pallas.mgpu.opaque import pin
+from jfla.pallas.mgpu.smem import F32
+from jfla.pallas.mgpu.types import MemorySpec, Reg, Smem
+from jfla.pallas.sm90.chunk_index import TILE_V
+from jfla.stages import CHUNK_DECAY
+from jfla.types import CHUNK
+
+
+class TokenDecay:
+    """Applies a chunk's decays to transposed values, [V, C], where tokens are columns, and to the state, [V, K].
+
+    `decay_smem` is [4, C], rows of `FactoredQK.factors`, for a scalar gate; else [K], the chunk's decay.
+    """
+
+    def __init__(self, scalar_gate: bool, decay_smem: Smem):
+        self.scalar_gate = scalar_gate
+        self.decay_smem = decay_smem
+
+    def factor(self, row: int) -> Reg | None:
+        """[V, C]: the factor of each token, or None where the tiles hold it."""
+        if not self.scalar_gate:
+            return None
+        return per_column(plgpu.load(self.decay_smem.at[row], layout=COLS), TILE_V)
+
+    def scale_tokens(self, x: Reg, row: int) -> Reg:
+        """x [V, C] times the factor of each token."""
+        return times(x, self.factor(row))
+
+    def decay_state(self, x: Reg) -> Reg:
+        """x [V, K] decayed by the whole chunk."""
+        if self.scalar_gate:
+            return x * self.decay_smem[CHUNK_DECAY, 0]
+        return x * per_column(plgpu.load(self.decay_smem, layout=COLS), x.shape[0])
+
+
+def times(x: Reg, factor: Reg | None) -> Reg:
+    """x * factor, with None for a factor of 1."""
+    return x if factor is None else x * factor
+
+
+def decay_smem(scalar_gate: bool, stages: int, key_dim: int) -> MemorySpec:
+    """Shared memory for `TokenDecay`, for each pipeline stage."""
+    return plgpu.SMEM((stages, 4, CHUNK) if scalar_gate else (stages, key_dim), F32)
+
+
+def pair_decay(log2_cum_smem: Smem, scale: float = 1.0) -> Reg:
+    """[C, C]: scale * decay from token j to token i, from the running sum of log2 decay; `scale` above the diagonal.
+
+    The one exponent that is a difference of sums. The sums are float32 and at most 64 * 150 in size (see
+    `gate.STRONGEST`), so their rounding costs a decay 6e-4 of itself at most: less than bf16 operands do.
+    """
+    log_scale = math.log2(scale)
+    # Pinned, so that layout inference does not try every pair of layouts of one buffer.
+    rows = pin(per_row(plgpu.load(log2_cum_smem, layout=ROWS) + log_scale, CHUNK))
+    columns = pin(per_column(plgpu.load(log2_cum_smem, layout=COLS), CHUNK))
+    return jnp.exp2(jnp.minimum(rows - columns, log_scale))

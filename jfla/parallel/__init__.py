@@ -1,0 +1,1 @@
+"""Several devices: how an op meets meshes and shardings."""

@@ -1,0 +1,131 @@
+"""The forward stages of "xla" on chunks [N, B, HV, ...], and the forward as a list of them.
+
+    a_qk  = decayed dot of (scale q, k)           X = (I + L)^-1,  L = strictly lower decayed dot of (beta k, k)
+    v_new = X (beta (v - k_from_start S))         o = q_from_start S + a_qk v_new
+    S    <- chunk_decay S + k_to_end^T v_new
+
+Every exponent is a sum of decays (docs/math.md, equations 2 to 6). Other than in `jfla.stages.IntraChunk`, beta is not
+folded into the inverse: a beta of 0 then writes exactly nothing, and has a gradient.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jfla._inputs.chunking import ChunkInputs
+from jfla.packing import read_slot, write_slot
+from jfla.stages import DecayedQK
+from jfla.xla.decayed_dot import decayed_dot
+from jfla.xla.running_sums import sum_after, sum_before
+from jfla.xla.triangular import unit_lower_inverse
+
+Values = Float[Array, "N B HV C V"]
+States = Float[Array, "N B HV K V"]
+Carried = Float[Array, "B S HV K V"]
+
+
+class Pairs(NamedTuple):
+    """What a chunk knows about its pairs of tokens: all that the backward keeps beside the inputs."""
+
+    a_qk: Float[Array, "N B HV C C"]
+    inverse: Float[Array, "N B HV C C"]
+
+
+def intra(x: ChunkInputs, scalar_gate: bool) -> Pairs:
+    """a_qk and the inverse of every chunk."""
+    rows = jnp.stack([x.q, x.beta[..., None] * x.k], axis=-3)
+    dots = decayed_dot(rows, x.k, x.g, scalar_gate)
+    lower = jnp.tril(dots[..., 1, :, :], -1)
+    return Pairs(dots[..., 0, :, :], unit_lower_inverse(lower))
+
+
+def decayed_qk(x: ChunkInputs) -> DecayedQK:
+    """q and k of every chunk, decayed from its start or to its end."""
+    from_start = jnp.exp(sum_before(x.g))
+    to_end = jnp.exp(sum_after(x.g))
+    chunk_decay = jnp.exp(jnp.sum(x.g, axis=-2))
+    return DecayedQK(x.q * from_start, x.k * from_start, x.k * to_end, chunk_decay)
+
+
+class StatesAndValues(NamedTuple):
+    """What the state scan leaves.
+
+    The state at every chunk's start, error = v - k_from_start S, v_new, and the states at the end.
+    """
+
+    states: States
+    error: Values
+    v_new: Values
+    final: Carried
+
+
+def state_scan(x: ChunkInputs, initial: Carried, qk: DecayedQK, pairs: Pairs) -> StatesAndValues:
+    """Chunk after chunk, from the states at the start of time."""
+
+    def chunk(carried: Carried, xs: tuple[Any, ...]) -> tuple[Carried, tuple[Array, ...]]:
+        k_from_start, k_to_end, chunk_decay, v, beta, inverse, slot = xs
+        state = read_state(carried, slot)
+        error = v - k_from_start @ state
+        v_new = inverse @ (beta[..., None] * error)
+        end = chunk_decay[..., None] * state + k_to_end.mT @ v_new
+        return write_state(carried, slot, end), (state, error, v_new)
+
+    xs = (qk.k_from_start, qk.k_to_end, qk.chunk_decay, x.v, x.beta, pairs.inverse, x.slot)
+    final, scanned = lax.scan(chunk, initial, xs)
+    return StatesAndValues(*scanned, final)
+
+
+def outputs(qk: DecayedQK, pairs: Pairs, states: States, v_new: Values) -> Values:
+    """o of every chunk."""
+    return qk.q_from_start @ states + pairs.a_qk @ v_new
+
+
+def output_scan(
+    x: ChunkInputs, initial: Carried, pairs: Pairs, chunk_at_a_time: bool
+) -> tuple[Values, Carried]:
+    """The output and the states at the end."""
+
+    def stages(state: Carried, xs: tuple[Any, ...]) -> tuple[Carried, Array]:
+        x, pairs = xs
+        qk = decayed_qk(x)
+        states, _, v_new, state = state_scan(x, state, qk, pairs)
+        return state, outputs(qk, pairs, states, v_new)
+
+    final, output = over_chunks(stages, initial, (x, pairs), chunk_at_a_time)
+    return output, final
+
+
+def intra_over_chunks(x: ChunkInputs, scalar_gate: bool, chunk_at_a_time: bool) -> Pairs:
+    """`intra`, with the temporaries of one chunk only where chunks go one at a time."""
+    _, pairs = over_chunks(lambda _, x: (None, intra(x, scalar_gate)), None, x, chunk_at_a_time)
+    return pairs
+
+
+def over_chunks(
+    stages: Callable, carry: Any, xs: Any, chunk_at_a_time: bool, reverse: bool = False
+) -> tuple[Any, Any]:
+    """(carry, ys) of `stages` on all chunks at once, or on one after the other, from state to state."""
+    if not chunk_at_a_time:
+        return stages(carry, xs)
+    one_chunk = jax.tree.map(lambda a: a[:, None], xs)
+    carry, ys = lax.scan(stages, carry, one_chunk, reverse=reverse)
+    return carry, jax.tree.map(lambda a: a[:, 0], ys)
+
+
+# One state per sequence, or one per segment.
+
+
+def read_state(states: Carried, slot: Int[Array, " B"] | None) -> Float[Array, "B HV K V"]:
+    """The state that a chunk begins from."""
+    return states[:, 0] if slot is None else read_slot(states, slot)
+
+
+def write_state(
+    states: Carried, slot: Int[Array, " B"] | None, state: Float[Array, "B HV K V"]
+) -> Carried:
+    """The states with the one that a chunk ends with."""
+    return state[:, None] if slot is None else write_slot(states, slot, state)

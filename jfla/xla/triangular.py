@@ -1,0 +1,52 @@
+"""A chunk's lower triangle by halves: a block of 2s tokens is two blocks of s and the square between them."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+
+def halving_sizes(chunk: int) -> list[int]:
+    """The sizes s of the squares of a chunk, small ones first."""
+    if chunk & (chunk - 1):
+        raise ValueError(f"{chunk=} must be a power of two: it is halved down to single tokens")
+    return [1 << level for level in range(chunk.bit_length() - 1)]
+
+
+def halves(x: Float[Array, "*batch C D"], size: int) -> tuple[Array, Array]:
+    """The early and the late s tokens of every block of 2s: each [*batch, M, s, D]."""
+    x = x.reshape(*x.shape[:-2], -1, 2, size, x.shape[-1])
+    return x[..., 0, :, :], x[..., 1, :, :]
+
+
+def join(
+    early: Float[Array, "*batch M s D"], late: Float[Array, "*batch M s D"]
+) -> Float[Array, "*batch C D"]:
+    """The way back from `halves`."""
+    x = jnp.stack([early, late], axis=-3)
+    return x.reshape(*x.shape[:-4], -1, x.shape[-1])
+
+
+def off_diagonal(x: Float[Array, "*batch C C"], size: int) -> Float[Array, "*batch M s s"]:
+    """The squares below the diagonal blocks of 2 * size tokens: late rows, early columns."""
+    blocks = x.shape[-1] // (2 * size)
+    x = x.reshape(*x.shape[:-2], -1, 2, size, blocks, 2, size)[..., 1, :, :, 0, :]
+    return jnp.moveaxis(jnp.diagonal(x, axis1=-4, axis2=-2), -1, -3)
+
+
+def join_diagonal(
+    blocks: Float[Array, "*batch M2 s s"], squares: Float[Array, "*batch M s s"]
+) -> Float[Array, "*batch M s2 s2"]:
+    """Diagonal blocks of 2s tokens from those of s tokens and the squares below them; 0 above."""
+    zeros = jnp.zeros_like(squares)
+    early = blocks[..., 0::2, :, :]
+    late = blocks[..., 1::2, :, :]
+    return jnp.block([[early, zeros], [squares, late]])
+
+
+def unit_lower_inverse(lower: Float[Array, "*batch C C"]) -> Float[Array, "*batch C C"]:
+    """(I + L)^-1 for strictly lower L, by doubling blocks: as stable as substitution, no power of L is formed."""
+    inverse = jnp.ones((*lower.shape[:-1], 1, 1), lower.dtype)
+    for size in halving_sizes(lower.shape[-1]):
+        early = inverse[..., 0::2, :, :]
+        late = inverse[..., 1::2, :, :]
+        inverse = join_diagonal(inverse, -late @ (off_diagonal(lower, size) @ early))
+    return inverse[..., 0, :, :]
