@@ -6,7 +6,7 @@ dq, dk, dv have 2 bytes, g, beta, their gradients and states have 4.
     forward   q k v g beta -> o, final state (without one when packed)
     backward  q k v g beta do -> dq dk dv dg dbeta
     decode    q k v g beta S -> o S
-    scan+output  q_in k_in k_out of value heads (GDN: q k g) v, A_qk and inverse (64 x 64 per chunk)
+    scan+output  decayed q, k, k of value heads (GDN: q k g) v, a_qk and a_inv (64 x 64 a chunk)
                  -> o, final state
 
 Operations, a multiply and an add counting as two. Per chunk of C = 64 tokens and value head, whole

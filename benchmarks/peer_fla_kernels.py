@@ -105,7 +105,7 @@ def build(case: Case) -> Program:
         op = chunk_operands(case, arrays)
         wide = {"w": op.w, "u": op.u}
         if kda:
-            wide |= {"k_out": op.k_out, "a_qk": op.a_qk}
+            wide |= {"k_out": op.k_to_end, "a_qk": op.a_qk}
         found = {name: x.astype(jnp.bfloat16) for name, x in wide.items()}
         g = op.g_cum * _LOG2E
         return found | {"q": arrays["q"], "k": arrays["k"], "g": g if kda else g[..., 0]}

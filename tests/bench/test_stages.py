@@ -28,7 +28,7 @@ def test_the_operands_make_the_output(op: str):
             inside = jnp.einsum("bchd,bdhv->bchv", x.a_qk[:, at], v_new)
             outputs.append(jnp.einsum("bchk,bhkv->bchv", read, state) + inside)
             state = state * jnp.exp(x.g_cum[:, start + 63])[..., None]
-            state = state + jnp.einsum("bchk,bchv->bhkv", x.k_out[:, at], v_new)
+            state = state + jnp.einsum("bchk,bchv->bhkv", x.k_to_end[:, at], v_new)
         return {"output": jnp.concatenate(outputs, axis=1), "final_state": state}
 
     with jax.default_matmul_precision("highest"):
