@@ -1,7 +1,6 @@
 """`jfla info`: versions, devices, and the implementation that each op takes on this machine."""
 
 import importlib.metadata
-import os
 import platform
 
 import jax
@@ -11,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 import jfla
+from jfla.cli.cpu import cpu_name
 
 _PACKAGES = (
     "jfla",
@@ -92,29 +92,6 @@ def explain(
     beta = jax.ShapeDtypeStruct((batch, time, heads), jnp.float32)
     g = jax.ShapeDtypeStruct(x.shape, jnp.float32) if name.endswith("kda") else beta
     return jfla.explain(_OPS[name], x, x, x, g, beta, return_final_state=True)
-
-
-def cpu_name() -> str:
-    """The CPU's model and the number of cores this process may use."""
-    model = _cpu_model() or platform.processor() or platform.machine()
-    if hasattr(os, "sched_getaffinity"):
-        cores = len(os.sched_getaffinity(0))
-    else:
-        cores = os.cpu_count()
-    return f"{model}, {cores} cores"
-
-
-def _cpu_model() -> str | None:
-    """What Linux says; None elsewhere."""
-    try:
-        with open("/proc/cpuinfo") as file:
-            lines = file.readlines()
-    except OSError:
-        return None
-    for line in lines:
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return None
 
 
 def _table(title: str, *columns: str) -> Table:

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jfla.bench import inputs
-from jfla.bench.cost import cost
-from jfla.bench.shapes import OPS, PASSES, SETS, Case, Shape, cases, chosen
+from benchmarks import inputs
+from benchmarks.cost import cost
+from benchmarks.shapes import OPS, PASSES, SETS, Case, Shape, cases, chosen
 
 TINY = Shape(2, 128, 1, 16, value_heads=2)
 
@@ -55,7 +55,7 @@ def test_shapes_are_chosen_by_name():
         chosen(["paper"], ["B3"])
 
 
-@pytest.mark.parametrize(("op", "gate"), [("kda", "strong"), ("kda", "mixed"), ("gdn", "weak")])
+@pytest.mark.parametrize(("op", "gate"), [("kda", "strong"), ("kda", "mixed"), ("gdn", "weak"), ("kda", "sigmoid")])
 def test_inputs_are_unit_keys_bounded_decays_and_never_zeros(op: str, gate: str):
     x = inputs.draw(Case(op, "forward+backward", TINY, gate), 0)
     for name in ("q", "k"):
@@ -72,6 +72,13 @@ def test_inputs_are_unit_keys_bounded_decays_and_never_zeros(op: str, gate: str)
 def test_one_channel_of_the_mixed_gate_is_slow():
     g = inputs.draw(Case("kda", "forward+backward", TINY, "mixed"), 0)["g"]
     assert float(-g[..., 0].mean()) < 1e-2 < 0.1 < float(-g[..., 1:].mean())
+
+
+def test_the_sigmoid_gate_is_that_of_bounded_models():
+    """-5 sigmoid(x): half of the decays are beyond -2.5."""
+    g = inputs.draw(Case("kda", "forward", TINY, "sigmoid"), 0)["g"]
+    assert float(jnp.mean(g < -2.5)) == pytest.approx(0.5, abs=0.05)
+    assert float(g.min()) < -4
 
 
 def test_one_head_of_the_mixed_gate_is_slow_where_there_are_no_channels():

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from jax.profiler import ProfileData
 
+from benchmarks import ceilings, exact, inputs, measure, trace
+from benchmarks.exact import Exact
+from benchmarks.providers import jax_program
+from benchmarks.shapes import Case, Shape
 from jfla import reference
-from jfla.bench import ceilings, exact, inputs, measure, trace
-from jfla.bench.exact import Exact
-from jfla.bench.providers import jax_program
-from jfla.bench.shapes import Case, Shape
 
 RECURRENT = {"kda": reference.recurrent_kda, "gdn": reference.recurrent_gdn}  # quicker to compile than chunks
 GRADIENTS = ("dq", "dk", "dv", "dg", "dbeta")

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 import jfla
+from benchmarks import inputs, measure, runner
+from benchmarks.ceilings import Ceilings
+from benchmarks.exact import Exact
+from benchmarks.providers import PROVIDERS
+from benchmarks.results import Results, Row
+from benchmarks.shapes import OPS, SETS, Case, Shape
 from jfla import reference
-from jfla.bench import inputs, measure, runner
-from jfla.bench.ceilings import Ceilings
-from jfla.bench.exact import Exact
-from jfla.bench.providers import PROVIDERS
-from jfla.bench.results import Results, Row
-from jfla.bench.shapes import OPS, SETS, Case, Shape
 
 TOKEN = Shape(2, 1, 2, 64)
 

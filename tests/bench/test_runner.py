@@ -10,17 +10,16 @@ import types
 import jax
 import pytest
 
-import jfla
+from benchmarks import ceilings, exact, inputs, providers, results, runner, shapes
+from benchmarks.ceilings import Ceilings
+from benchmarks.exact import Exact
+from benchmarks.measure import Timing
+from benchmarks.programs import Program, Refused
+from benchmarks.providers import Provider, jax_program
+from benchmarks.results import Results, Row
+from benchmarks.runner import Plan
+from benchmarks.shapes import Case, Shape
 from jfla import reference
-from jfla.bench import ceilings, exact, inputs, providers, results, runner, shapes
-from jfla.bench.ceilings import Ceilings
-from jfla.bench.exact import Exact
-from jfla.bench.measure import Timing
-from jfla.bench.programs import Program, Refused
-from jfla.bench.providers import Provider, jax_program
-from jfla.bench.results import Results, Row
-from jfla.bench.runner import Plan
-from jfla.bench.shapes import Case, Shape
 
 TINY = Shape(1, 64, 1, 8)
 CEILINGS = Ceilings(2.0, 100.0)
@@ -222,13 +221,13 @@ def test_a_row_that_was_refused_has_no_timing():
 
 
 def test_the_core_needs_jax_and_numpy_alone():
-    """What `python -m jfla.bench` imports, with everything else hidden, and its table."""
+    """What `python -m benchmarks` imports, with everything else hidden, and its table."""
     hidden = ("rich", "typer", "matplotlib", "beartype", "optax", "orbax", "grain", "flax")
     code = (
         f"import sys; sys.modules.update(dict.fromkeys({hidden})); "
-        "from jfla.bench import report, results, runner; from jfla.bench.ceilings import Ceilings; "
+        "from benchmarks import report, results, runner; from benchmarks.ceilings import Ceilings; "
         "report.show(results.started(Ceilings(1.0, 2.0), 'abc', None))"
     )
-    folder = pathlib.Path(jfla.__file__).parents[1]
+    folder = results.FOLDER.parents[1]
     done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True)
     assert "copy 1 TB/s, matmul 2 TFLOP/s\nop  pass" in done.stdout
