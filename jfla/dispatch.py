@@ -114,7 +114,9 @@ def explain(function: Callable[..., DeltaRuleOutput], *args: Any, **kwargs: Any)
 def _validated(
     op: Op, form: Form, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Inputs, Options, Implementation | None]:
-    arguments = DEFAULTS | ({"return_states": False} if form == "recurrent" else {}) | kwargs
+    arguments: dict[str, Any] = DEFAULTS | kwargs
+    if form == "recurrent":
+        arguments = {"return_states": False} | arguments
     check = validate if form == "chunk" else validate_recurrent
     inputs, options = check(op, *args, **arguments)
     return inputs, options, arguments["implementation"]

@@ -57,7 +57,8 @@ def canonicalize(inputs: Inputs, options: Options) -> TokenInputs:
     elif not options.per_segment_state:
         state = state[:, None]
     arrays = [x.astype(dtype) for x in (q, k, v, g, beta, state)]
-    return TokenInputs(*vary_with(arrays, *arrays), slot)
+    q, k, v, g, beta, state = vary_with(arrays, *arrays)
+    return TokenInputs(q, k, v, g, beta, state, slot)
 
 
 def without_padding(

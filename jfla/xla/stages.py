@@ -50,10 +50,10 @@ def output_scan(
 ) -> tuple[Float[Array, "B T HV V"], Float[Array, "B HV K V"]]:
     """The output and the final state."""
     x, initial = _folded_chunks(inputs, options)
-    qk = _chunks_first(_expanded(qk))
-    pairs = forward.Pairs(*_chunks_first(pairs))
-    states, _, v_new, final = forward.state_scan(x, initial, qk, pairs)
-    return to_tokens(forward.outputs(qk, pairs, states, v_new)), final[:, 0]
+    decayed = _chunks_first(_expanded(qk))
+    folded = _folded_pairs(pairs)
+    states, _, v_new, final = forward.state_scan(x, initial, decayed, folded)
+    return to_tokens(forward.outputs(decayed, folded, states, v_new)), final[:, 0]
 
 
 def backward_scans(
@@ -66,10 +66,10 @@ def backward_scans(
 ) -> tuple[ScanResults, Float[Array, "B HV K V"]]:
     """States, their cotangents, v_new and dv; and the cotangent of the initial state."""
     x, initial = _folded_chunks(inputs, options)
-    qk = _chunks_first(_expanded(qk))
-    pairs = forward.Pairs(*_chunks_first(pairs))
-    states, _, v_new, _ = forward.state_scan(x, initial, qk, pairs)
-    reverse = backward.dstate_scan(x, d_final[:, None], qk, pairs, to_chunks(do))
+    decayed = _chunks_first(_expanded(qk))
+    folded = _folded_pairs(pairs)
+    states, _, v_new, _ = forward.state_scan(x, initial, decayed, folded)
+    reverse = backward.dstate_scan(x, d_final[:, None], decayed, folded, to_chunks(do))
     scans = ScanResults(
         states=_chunks_third(states).mT,
         dstates=_chunks_third(reverse.dstates).mT,
@@ -119,6 +119,10 @@ def _folded_chunks(inputs: Inputs, options: Options) -> tuple[ChunkInputs, forwa
     """Chunks with a beta of 1: it is in a_inv."""
     x, initial = prepare_chunks(inputs, options)
     return x._replace(beta=jnp.ones_like(x.beta)), initial
+
+
+def _folded_pairs(pairs: IntraChunk) -> forward.Pairs:
+    return forward.Pairs(*_chunks_first(pairs))
 
 
 def _expanded(qk: QK) -> DecayedQK:

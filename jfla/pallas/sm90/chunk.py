@@ -193,7 +193,7 @@ class _BySpan:
     ) -> tuple[KernelGrads, Array, Array | None]:
         """The gradients, dv, and dS^T before the first chunk."""
         batch, heads, n_chunks, value_dim, key_dim = x.dims
-        checkpoints = residuals.state_checkpoints
+        checkpoints: Any = residuals.state_checkpoints
 
         def fill(refs: Any) -> None:
             grads, dv, d_state = refs

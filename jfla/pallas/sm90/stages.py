@@ -46,6 +46,8 @@ def backward_scans(
     x = kernel_arrays(inputs, options)
     plan = _plan(inputs, options, plan)
     scans, d_initial = chunk.both_scans(x, plan, qk, pairs, do, to_kernel_state(d_final))
+    if d_initial is None:
+        raise ValueError("initial_state must be given, got None")
     return scans, d_initial[:, :, 0].mT
 
 

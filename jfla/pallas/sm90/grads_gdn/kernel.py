@@ -17,7 +17,7 @@ from jfla.pallas.mgpu.launch import launch
 from jfla.pallas.mgpu.opaque import opaque_zero
 from jfla.pallas.mgpu.scheduler import TileScheduler, WorkTile
 from jfla.pallas.mgpu.smem import F32
-from jfla.pallas.mgpu.types import Index
+from jfla.pallas.mgpu.types import Gmem, Index
 from jfla.pallas.sm90.chunk_index import CHANNEL_BLOCK, TILE_K, TILE_V, ChunkGrid, TimeSpan
 from jfla.pallas.sm90.grads_gdn.dqkg import (
     SumsOverV,
@@ -162,7 +162,7 @@ def grads_gdn(
     ) -> None:
         cta = lax.axis_index("cta")
         wg = lax.axis_index("wg")
-        out_gmem = outputs_gmem if gmem.span is None else gmem.span.results
+        out_gmem: Gmem = outputs_gmem if gmem.span is None else gmem.span.results
 
         def context(work: WorkTile) -> Warpgroup:
             return Warpgroup(wg + work.zero, work, spec, gmem, smem, barriers)
