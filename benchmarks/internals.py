@@ -17,7 +17,7 @@ from jfla.pallas.heuristics import HOPPER_SMS, Dims, scan_v_block, schedule
 from jfla.pallas.mgpu.overlap import run as run_kernel
 from jfla.pallas.sm90 import chunk as sm90
 from jfla.pallas.sm90.scan.spec import ScanConfig
-from jfla.pallas.sm90.scan.steps import output_scan
+from jfla.pallas.sm90.scan.steps import output_scan_kernel
 from jfla.pallas.support import num_sms
 from jfla.types import CHUNK as CHUNK
 from jfla.types import OPS, Inputs, Options
@@ -65,7 +65,7 @@ def scan_operands(op: str, main: list[Array]) -> tuple:
     inputs, options = _validated(op, main)
     x = kernel_arrays(inputs, options)
     plan = schedule(options.op, x.dims, num_sms(inputs))
-    results = run_kernel(sm90.intra(x, inputs, options, plan))
+    results = run_kernel(sm90.intra_kernel(x, inputs, options, plan))
     return results.qk, results.intra, x.v, x.initial
 
 
@@ -75,7 +75,7 @@ def scan_output(operands_of_scan: tuple) -> tuple[Array, Array]:
     batch, time, heads, value_dim = v.shape
     dims = Dims(batch, heads, time // CHUNK, value_dim, qk.key_dim)
     config = ScanConfig(scan_v_block(dims, HOPPER_SMS))
-    scanned = run_kernel(output_scan(qk, pairs, v, initial, config, final_state=True))
+    scanned = run_kernel(output_scan_kernel(qk, pairs, v, initial, config, final_state=True))
     return scanned.stores[0], scanned.last
 
 

@@ -22,7 +22,7 @@ from jfla.parallel.sharding import compiler_partitioned
 from jfla.parallel.varying import vary_with
 from jfla.types import DeltaRuleOutput, Inputs, Options
 
-__all__ = ["DecodePlan", "run"]
+__all__ = ["DecodePlan", "decode"]
 
 Definition = Callable[[Inputs, Options], DeltaRuleOutput]
 
@@ -80,7 +80,7 @@ def _decode_jvp(
     return jax.jvp(definition_of, primals, tangents)
 
 
-run = compiler_partitioned(jax.jit(_decode, static_argnames=("options", "definition", "plan")))
+decode = compiler_partitioned(jax.jit(_decode, static_argnames=("options", "definition", "plan")))
 
 
 def _launch(inputs: Inputs, options: Options, v_block: int) -> DecodeOutputs:
