@@ -46,7 +46,11 @@ def launch(
     def entry(*refs: Any) -> None:
         inputs_gmem = structure.unflatten([refs[position[id(x)]] for x in leaves])
         outputs_gmem = out_structure.unflatten(refs[len(operands) :])
-        allocate(lambda *scratch: body(inputs_gmem, outputs_gmem, *scratch), smem, barriers)
+
+        def with_scratch(smem: Any, barriers: Any) -> None:
+            body(inputs_gmem, outputs_gmem, smem, barriers)
+
+        allocate(with_scratch, smem, barriers)
 
     extra: dict[str, Any] = {}
     if interpreting():

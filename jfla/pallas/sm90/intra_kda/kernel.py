@@ -194,13 +194,20 @@ def qk_warpgroup(ctx: IntraKdaWarpgroup, outputs: IntraKdaOutputs) -> None:
         def _():
             ctx.prefetch_beta()
 
-    ctx.if_owns_channels(lambda: _load_qkg(ctx))
+    @ctx.if_owns_channels
+    def _load():
+        _load_qkg(ctx)
+
     if ctx.ready_flags.flags_gmem is not None:
         plgpu.wait_smem_to_gmem(0)  # the stores of the previous chunk have arrived meanwhile
     share_norms = ctx.qk.options.qk_norm and ctx.qk.num_tiles > 1
     if share_norms:
         ctx.sync_warpgroups()
-    ctx.if_owns_channels(lambda: _write_decayed_qk(ctx, outputs))
+
+    @ctx.if_owns_channels
+    def _decay():
+        _write_decayed_qk(ctx, outputs)
+
     if not with_intra:
         if share_norms:
             ctx.sync_warpgroups()  # the next chunk's norms replace these
