@@ -35,14 +35,22 @@ def test_the_library_does_not_import_its_benchmarks_nor_hold_results():
 
 
 def test_the_benchmarks_meet_private_parts_of_the_library_in_one_file():
-    inside = [path.name for path in BENCHMARKS.glob("*.py") if any(x.startswith("jfla.") for x in imported(path))]
+    inside = [
+        path.name
+        for path in BENCHMARKS.glob("*.py")
+        if any(x.startswith("jfla.") for x in imported(path))
+    ]
     assert inside == ["internals.py"]
 
 
-def test_the_command_measures_draws_and_merges(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_command_measures_draws_and_merges(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+):
     """The whole of `jfla bench` on this machine, on one tiny shape."""
     monkeypatch.setitem(shapes.SETS, "quick", (TINY,))
-    run = lambda *arguments: CliRunner().invoke(app, arguments, env={"COLUMNS": "200", "TERM": "dumb"})
+    run = lambda *arguments: CliRunner().invoke(
+        app, arguments, env={"COLUMNS": "200", "TERM": "dumb"}
+    )
     files = [tmp_path / "a.json", tmp_path / "b.json"]
     figure, out = tmp_path / "times.png", tmp_path / "merged.json"
     common = ("--set", "quick", "--pass", "backward", "--implementation", "scan", "--repeats", "1")
@@ -56,7 +64,9 @@ def test_the_command_measures_draws_and_merges(tmp_path: pathlib.Path, monkeypat
     assert "copy" in done.output
     rows = results.read(out).rows
     assert len(rows) == 6
-    timed = [row for row in rows if row.timed != "backward"]  # which on a busy machine drowns in noise, and says so
+    timed = [
+        row for row in rows if row.timed != "backward"
+    ]  # which on a busy machine drowns in noise, and says so
     assert len(timed) == 4
     assert all(row.ms is not None and row.ms > 0 and row.errors for row in timed)
     assert all((row.ms is None) == ("noise" in (row.refused or "")) for row in rows)

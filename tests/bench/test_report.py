@@ -31,10 +31,16 @@ def record() -> Results:
         both = results.timed_row(case, name, _timing(4 * ms), CEILINGS)
         both.errors = {"output": 3e-3, "dq": 4e-3, "dg": 6e-3}
         rows += [forward, both, results.backward_row(case, forward, both, CEILINGS)]
-    rows.append(Row("kda", "forward", str(Shape(1, 65536, 32)), "strong", "fla", refused="out of memory"))
+    rows.append(
+        Row("kda", "forward", str(Shape(1, 65536, 32)), "strong", "fla", refused="out of memory")
+    )
     rows.append(Row("kda", "forward", str(SHAPE), "strong", "cudnn", refused="closed today"))
-    decode = results.timed_row(Case("kda", "decode", Shape(1, 1, 32)), "pallas", _timing(0.01), CEILINGS)
-    return Results("NVIDIA X", "gpu", "2000-01-02", "abc", {"jax": "9.9"}, CEILINGS, [*rows, decode])
+    decode = results.timed_row(
+        Case("kda", "decode", Shape(1, 1, 32)), "pallas", _timing(0.01), CEILINGS
+    )
+    return Results(
+        "NVIDIA X", "gpu", "2000-01-02", "abc", {"jax": "9.9"}, CEILINGS, [*rows, decode]
+    )
 
 
 def _timing(ms: float) -> Timing:
@@ -46,7 +52,16 @@ def test_the_table_has_a_line_for_every_row_and_the_reasons_below(record: Result
     assert lines[0] == "NVIDIA X, 2000-01-02, jax 9.9: copy 4 TB/s, matmul 800 TFLOP/s"
     assert len(lines) == 2 + len(record.rows) + 1 + 2
     forward = next(line for line in lines if "forward " in line and "pallas" in line)
-    assert forward.split()[:8] == ["kda", "forward", "B1", "T8192", "H32", "D128", "strong", "pallas"]
+    assert forward.split()[:8] == [
+        "kda",
+        "forward",
+        "B1",
+        "T8192",
+        "H32",
+        "D128",
+        "strong",
+        "pallas",
+    ]
     assert forward.split()[8:11] == ["0.5", "10", "%"]
     assert "no: cudnn: closed today (kda forward B1 T8192 H32 D128 strong)" in lines
     assert "output 3.0e-03" in forward
@@ -58,7 +73,9 @@ def test_the_page_shows_times_errors_and_reasons(record: Results, tmp_path: path
     text = pages.page(path)
     assert "## Measured on 2000-01-02" in text
     assert "One NVIDIA X, commit abc; jax 9.9." in text
-    shares = f"{100 * record.rows[0].copy_fraction:.0f} % | {100 * record.rows[0].matmul_fraction:.0f} %"
+    shares = (
+        f"{100 * record.rows[0].copy_fraction:.0f} % | {100 * record.rows[0].matmul_fraction:.0f} %"
+    )
     assert f"| B1 T8192 H32 D128 | pallas | 0.5 | 1.5 | {shares} | 3.0e-03 | 6.0e-03 |" in text
     assert "| B1 T65536 H32 D128 | fla | no |" in text
     assert "no: fla: out of memory (kda forward B1 T65536 H32 D128 strong)" in text
@@ -72,7 +89,9 @@ def test_other_sets_have_a_heading(record: Results, tmp_path: pathlib.Path):
     record.rows.append(results.timed_row(packed, "pallas", _timing(0.625), CEILINGS))
     record.settings = {"FLA_CACHE_MODE": "full"}
     record.write(tmp_path / "results.json")
-    main, others = pages.page(tmp_path / "results.json").split('### The set "packed": `jfla bench --set packed`')
+    main, others = pages.page(tmp_path / "results.json").split(
+        '### The set "packed": `jfla bench --set packed`'
+    )
     assert "**GDN**" not in main
     assert "| 0.5 |" not in others
     assert "| B1 T16384 H32 D128 skewed S20 | pallas | 0.625 |" in others
@@ -84,12 +103,16 @@ def test_what_was_not_measured_again_is_shown_with_the_commit_it_was_measured_at
 ):
     again = dataclasses.replace(record, rows=list(record.rows), commit="new")
     record.rows.append(
-        results.timed_row(Case("gdn", "forward", Shape(1, 8192, 32)), "pallas", _timing(0.625), CEILINGS)
+        results.timed_row(
+            Case("gdn", "forward", Shape(1, 8192, 32)), "pallas", _timing(0.625), CEILINGS
+        )
     )
     record.commit = "old"
     record.write(tmp_path / "day-before.json")
     again.write(tmp_path / "day.json")
-    now, earlier = pages.page(tmp_path / "day.json").split("## Measured on 2000-01-02, and not again")
+    now, earlier = pages.page(tmp_path / "day.json").split(
+        "## Measured on 2000-01-02, and not again"
+    )
     assert "commit new" in now
     assert "**GDN**" not in now
     assert "Commit old: [benchmarks/results/day-before.json](" in earlier
@@ -126,8 +149,13 @@ def sigmoid_gates(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_the_overview_has_the_gates_of_models_and_says_who_drops_what(record: Results):
     text = overview.overview([record])
     # FLA has times at strong gates alone. The fastest of the others is not jla.
-    assert "| KDA 1 x 8192 | 2.00 / 4.00 | 1.25 / **3.75** | **1.00** / 4.00 cuDNN frontend 1.32.0 † |" in text
-    assert "| KDA 8 x 4096 | 2.00 / **4.00** |  | **1.00** / **4.00** cuDNN frontend 1.32.0 |" in text
+    assert (
+        "| KDA 1 x 8192 | 2.00 / 4.00 | 1.25 / **3.75** | **1.00** / 4.00 cuDNN frontend 1.32.0 † |"
+        in text
+    )
+    assert (
+        "| KDA 8 x 4096 | 2.00 / **4.00** |  | **1.00** / **4.00** cuDNN frontend 1.32.0 |" in text
+    )
     assert "65536" not in text  # of ours there is none
     assert "Sundial: KDA of jfla (v)" in text
     assert "Device time by the profiler: KDA of FLA (commit abc, 2000-01-02)." in text
@@ -143,7 +171,9 @@ def test_what_the_bench_timed_at_the_gate_of_models_comes_first(record: Results)
 
 
 @pytest.mark.usefixtures("sigmoid_gates")
-def test_pages_that_were_written_agree_until_something_changes(record: Results, tmp_path: pathlib.Path):
+def test_pages_that_were_written_agree_until_something_changes(
+    record: Results, tmp_path: pathlib.Path
+):
     path = tmp_path / "results.json"
     record.write(path)
     site = pages.Pages(tmp_path)
@@ -154,7 +184,11 @@ def test_pages_that_were_written_agree_until_something_changes(record: Results, 
     assert pages.disagreement(site, path) is None
     assert site.readme.read_text().startswith("before\n")
     assert site.readme.read_text().endswith("\nafter\n")
-    for page, said in ((site.readme, "the block of"), (site.tables, "benchmarks.md"), (site.picture, "picture")):
+    for page, said in (
+        (site.readme, "the block of"),
+        (site.tables, "benchmarks.md"),
+        (site.picture, "picture"),
+    ):
         written = page.read_text()
         page.write_text(written.replace("1.25", "1.26").replace("sha256:", "sha255:"))
         assert said in str(pages.disagreement(site, path))

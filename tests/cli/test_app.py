@@ -83,12 +83,18 @@ def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert "pip install 'jfla[cli]'" in message
 
 
-@pytest.mark.parametrize("arguments", [("bench", "--readme", "check"), ("bench-merge", __file__, "--out", "out.json")])
-def test_without_a_clone_the_benchmarks_say_where_they_are(arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    "arguments", [("bench", "--readme", "check"), ("bench-merge", __file__, "--out", "out.json")]
+)
+def test_without_a_clone_the_benchmarks_say_where_they_are(
+    arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+):
     """As in an installed wheel, where there is no package of that name."""
     for name in [name for name in sys.modules if name.split(".")[0] == "benchmarks"]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(sys, "path", [path for path in sys.path if not (pathlib.Path(path) / "benchmarks").exists()])
+    monkeypatch.setattr(
+        sys, "path", [path for path in sys.path if not (pathlib.Path(path) / "benchmarks").exists()]
+    )
     monkeypatch.setattr(sys, "path_importer_cache", {})
     code, output = invoke(*arguments)
     assert code == 1
