@@ -16,6 +16,8 @@ from jfla.linear_rule import differentiable, opaque_forward
 from jfla.pallas.context import interpreted
 from jfla.pallas.heuristics import Schedule
 from jfla.pallas.sm90 import chunk as sm90
+from jfla.parallel.sharding import compiler_partitioned
+from jfla.parallel.varying import vary_with
 from jfla.stages import IntraChunk, Residuals
 from jfla.types import DeltaRuleOutput, Inputs, Options
 from jfla.xla import op as xla
@@ -34,7 +36,8 @@ def _forward(
     inputs: Inputs, options: Options, plan: Plan, for_backward: bool
 ) -> tuple[DeltaRuleOutput, Residuals]:
     def kernels(inputs: Inputs) -> tuple[DeltaRuleOutput, Residuals]:
-        return sm90.forward(inputs, options, plan.schedule, for_backward=for_backward)
+        results = sm90.forward(inputs, options, plan.schedule, for_backward=for_backward)
+        return vary_with(results, *inputs[:5])
 
     if not plan.by_platform:
         return kernels(inputs)
@@ -42,7 +45,8 @@ def _forward(
     def portable(inputs: Inputs) -> tuple[DeltaRuleOutput, Residuals]:
         output, _ = xla.forward(inputs, options)
         _, residuals = jax.eval_shape(kernels, inputs)
-        return output, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), residuals)
+        unused = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), residuals)
+        return output, vary_with(unused, *inputs[:5])
 
     return lax.platform_dependent(inputs, cuda=kernels, default=portable)
 
@@ -107,4 +111,4 @@ def _chunk(inputs: Inputs, options: Options, plan: Plan) -> DeltaRuleOutput:
     return differentiable(_Rule(options, plan), inputs)
 
 
-run = jax.jit(_chunk, static_argnames=("options", "plan"))
+run = compiler_partitioned(jax.jit(_chunk, static_argnames=("options", "plan")))

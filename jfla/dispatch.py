@@ -1,7 +1,6 @@
 """Chooses the implementation of a call, can be asked why, and runs it. Backends are imported with their first call."""
 
 import dataclasses
-import importlib
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -114,7 +113,9 @@ def explain(function: Callable[..., DeltaRuleOutput], *args: Any, **kwargs: Any)
 def _validated(
     op: Op, form: Form, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Inputs, Options, Implementation | None]:
-    arguments = DEFAULTS | ({"return_states": False} if form == "recurrent" else {}) | kwargs
+    arguments: dict[str, Any] = DEFAULTS | kwargs
+    if form == "recurrent":
+        arguments = {"return_states": False} | arguments
     check = validate if form == "chunk" else validate_recurrent
     inputs, options = check(op, *args, **arguments)
     return inputs, options, arguments["implementation"]
@@ -128,20 +129,21 @@ def run(op: Op, form: Form, *args: Any, **kwargs: Any) -> DeltaRuleOutput:
     return _RUNNERS[form, choice.implementation](inputs, options, choice)
 
 
-def _backend(name: str) -> Any:
-    return importlib.import_module(f"jfla.{name}")
-
-
 def _chunk_xla(inputs: Inputs, options: Options, choice: Choice) -> DeltaRuleOutput:
-    return _backend("xla.op").run(inputs, options)
+    from jfla.xla import op as xla
+
+    return xla.run(inputs, options)
 
 
 def _recurrent_xla(inputs: Inputs, options: Options, choice: Choice) -> DeltaRuleOutput:
-    return _backend("reference.recurrent").run(inputs, options)
+    from jfla.reference import recurrent
+
+    return recurrent.run(inputs, options)
 
 
 def _chunk_pallas(inputs: Inputs, options: Options, choice: Choice) -> DeltaRuleOutput:
-    chunk_op = _backend("chunk_op")
+    from jfla import chunk_op
+
     plan = chunk_op.Plan(
         schedule(options.op, dims_of(inputs), support.num_sms(inputs)),
         interpret=interpreting(),
@@ -152,15 +154,16 @@ def _chunk_pallas(inputs: Inputs, options: Options, choice: Choice) -> DeltaRule
 
 def _recurrent_pallas(inputs: Inputs, options: Options, choice: Choice) -> DeltaRuleOutput:
     """The kernel is for decoding: what is differentiated is the definition, in any mode."""
+    from jfla.pallas.sm90 import decode
+    from jfla.reference import recurrent
+
     dims = dims_of(inputs)
-    definition = _backend("reference.recurrent").run
-    decode = _backend("pallas.sm90.decode")
     plan = decode.DecodePlan(
         decode_v_block(dims.value_dim, dims.sequences, support.num_sms(inputs)),
         interpret=interpreting(),
         by_platform=choice.by_platform,
     )
-    return decode.run(inputs, options, definition, plan)
+    return decode.decode(inputs, options, recurrent.run, plan)
 
 
 _RUNNERS = {

@@ -98,9 +98,11 @@ def _biased(x: Array, dt_bias: Array | None) -> Array:
 
 
 def _per_head(parameter: Array, x: Array) -> Array:
-    """[HV] or [HV, K], ready to broadcast against x [..., HV, G]."""
+    """[HV] or [HV, K] as [1, ..., HV, 1 or K], of the rank of x [..., HV, G]."""
     parameter = parameter.astype(x.dtype)
-    return parameter[:, None] if parameter.ndim == 1 else parameter
+    if parameter.ndim == 1:
+        parameter = parameter[:, None]
+    return parameter.reshape((1,) * (x.ndim - parameter.ndim) + parameter.shape)
 
 
 def log_decay(g: Float[Array, "B T HV G"], gate: Gate | None) -> Float[Array, "B T HV G"]:

@@ -85,16 +85,15 @@ def align(segment_ids: Int[Array, "B T"], num_segments: int, chunk: int = CHUNK)
     time = segment_ids.shape[1]
     n_chunks = -(-time // chunk) + num_segments
     segments = jnp.arange(1, num_segments + 1)
-    lengths = jnp.sum(segment_ids[:, :, None] == segments, axis=1)  # [B, S]
+    lengths = jnp.sum(segment_ids[:, :, None] == segments[None, None], axis=1)  # [B, S]
     first_token = jnp.cumsum(lengths, axis=1) - lengths
     chunks = -(-lengths // chunk)
     last_chunk = jnp.cumsum(chunks, axis=1)
-    shift = (
-        last_chunk - chunks
-    ) * chunk - first_token  # aligned row minus packed position, per segment
+    # Aligned row minus packed position, per segment.
+    shift = (last_chunk - chunks) * chunk - first_token
     own_shift = jnp.take_along_axis(shift, jnp.maximum(segment_ids - 1, 0), axis=1)
     valid = (segment_ids > 0) & (segment_ids <= num_segments)
-    target = jnp.where(valid, jnp.arange(time) + own_shift, n_chunks * chunk)
+    target = jnp.where(valid, jnp.arange(time)[None] + own_shift, n_chunks * chunk)
     source = jax.vmap(
         lambda row: jnp.full(n_chunks * chunk, time).at[row].set(jnp.arange(time), mode="drop")
     )(target)
@@ -112,18 +111,34 @@ def take_rows(
 
 
 # A row of the batch reads and writes its own states. `states[rows, slot]` would say that a row may read any other one,
-# and a batch that lies on several devices would be gathered for it.
+# and a batch that lies on several devices would be gathered for it. The states of a short row are all passed over,
+# because `jax.experimental.checkify` ends in an IndexError at a scatter with a batch axis, such as that of `vmap`.
+
+FEW_SLOTS = 8  # more states than this are indexed: selecting one of 16 takes twice as long
 
 
 def read_slot(
     states: Shaped[Array, "B S *state"], slot: Int[Array, " B"]
 ) -> Shaped[Array, "B *state"]:
     """states[b, slot[b]]."""
+    if states.shape[1] <= FEW_SLOTS:
+        return jnp.sum(jnp.where(_is_slot(states, slot), states, 0), axis=1)
     return jax.vmap(lambda states, slot: states[slot])(states, slot)
 
 
 def write_slot(
-    states: Shaped[Array, "B S *state"], slot: Int[Array, " B"], state: Shaped[Array, "B *state"]
+    states: Shaped[Array, "B S *state"],
+    slot: Int[Array, " B"],
+    state: Shaped[Array, "B *state"],
 ) -> Shaped[Array, "B S *state"]:
     """states with states[b, slot[b]] = state[b]."""
+    if states.shape[1] <= FEW_SLOTS:
+        return jnp.where(_is_slot(states, slot), state[:, None], states)
     return jax.vmap(lambda states, slot, state: states.at[slot].set(state))(states, slot, state)
+
+
+def _is_slot(
+    states: Shaped[Array, "B S *state"], slot: Int[Array, " B"]
+) -> Bool[Array, "B S *ones"]:
+    here = jnp.arange(states.shape[1])[None] == slot[:, None]
+    return here.reshape(here.shape + (1,) * (states.ndim - 2))

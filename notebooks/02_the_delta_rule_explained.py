@@ -93,10 +93,10 @@ import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
-
-import jfla
 from jfla.decay import decayed_dot
 from jfla.reference.chunked import unit_lower_inverse
+
+import jfla
 
 jax.config.update("jax_enable_x64", True)
 plt.style.use("jfla.cli.notebook")

@@ -21,7 +21,7 @@
 #
 # `jfla bench` times the operators, next to other libraries where they are installed, on named sets of shapes, and
 # checks the result of every timed call against the float64 recurrence. Its results are JSON files in
-# `jfla/bench/results`. This notebook reads and draws them. Where there are none, or where you set `MEASURE_HERE`, it
+# `benchmarks/results`. This notebook reads and draws them. Where there are none, or where you set `MEASURE_HERE`, it
 # first measures the small set "quick" on the machine that it runs on.
 
 
@@ -79,6 +79,8 @@ else:
     install()
 
 # %%
+import dataclasses
+import importlib.util
 import os
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # other libraries may use the same GPU
@@ -90,9 +92,14 @@ from IPython import get_ipython
 from IPython.display import Image, display
 
 import jfla
-from jfla.bench import plot, report, results, runner
 
-get_ipython().run_line_magic("matplotlib", "inline")  # jfla.bench.plot had switched to drawing without a display
+if importlib.util.find_spec("benchmarks") is None:  # they are not installed with jfla, but lie beside it in a clone
+    clone = pathlib.Path(tempfile.mkdtemp(), "jfla")
+    subprocess.run(["git", "clone", "-q", "--depth", "1", REPOSITORY, str(clone)], check=True)
+    sys.path.insert(0, str(clone))
+from benchmarks import plot, report, results, runner, shapes
+
+get_ipython().run_line_magic("matplotlib", "inline")  # benchmarks.plot had switched to drawing without a display
 plt.style.use("jfla.cli.notebook")
 
 tokens, per_head = jax.ShapeDtypeStruct((1, 8192, 32, 128), "bfloat16"), jax.ShapeDtypeStruct((1, 8192, 32), "float32")
@@ -140,27 +147,28 @@ print("\n".join(report.refusals(record.rows)))
 # %% [markdown]
 # ## Time
 #
-# Nanoseconds per token and value head, on a logarithmic axis; the bar is how long a copy of the same bytes takes, and
-# no implementation that reads its inputs from memory can be faster.
+# Milliseconds of a call, on a logarithmic axis: a group for each shape, a bar for each implementation.
 
 # %%
+few = {str(shape) for name in ("paper", "quick") for shape in shapes.SETS[name]}
+drawn = dataclasses.replace(record, rows=[row for row in record.rows if row.shape in few and row.gate == "strong"])
 with tempfile.TemporaryDirectory() as folder:
-    plot.draw(record, pathlib.Path(folder, "times.png"))
+    plot.draw_results(drawn, pathlib.Path(folder, "times.png"))
     display(Image(pathlib.Path(folder, "times.png").read_bytes(), width=900))
 
 # %% [markdown]
 # ## Where the time goes: a roofline
 #
-# Every call must move some bytes and do some operations (`jfla.bench.cost` says which are counted). Their ratio is the
-# position on the horizontal axis. On the left of the bend the memory is the limit, on the right the arithmetic unit;
-# the line is what this device reached with a copy and a matrix product. The distance below the line is what is left to
-# gain.
+# Every call must move some bytes and do some operations (`benchmarks/cost.py` says which are counted). Their ratio is
+# the position on the horizontal axis. On the left of the bend the memory is the limit, on the right the arithmetic
+# unit; the line is what this device reached with a copy and a matrix product. The distance below the line is what is
+# left to gain.
 
 # %%
 timed = [row for row in report.ordered(record.rows) if row.ms and row.timed in ("forward", "backward", "decode")]
-timed.sort(key=lambda row: row.timed == "decode")  # names in the order of the figure above, for the same colors
+timed.sort(key=lambda row: row.timed == "decode")  # training comes first in the legend
 names = list(dict.fromkeys(row.implementation for row in timed))
-colors = {name: plot._color(name, names) for name in names}
+colors = {name: plot.COLORS[name] for name in names}
 markers = {"forward": "o", "backward": "s", "decode": "^"}
 ceilings = record.ceilings
 
@@ -213,4 +221,4 @@ assert all(row.errors for row in timed if row.timed != "backward" or "T65536" no
 
 # %% [markdown]
 # The figures belong to the device, the date and the versions above, and to no other. How calls are timed stands in
-# `jfla/bench/measure.py`.
+# `benchmarks/measure.py`.

@@ -9,16 +9,18 @@ import shutil
 import pytest
 from jaxtyping import install_import_hook
 
-# Shapes in the annotations are checked at every call. `jfla.api` and `jfla._validate` are left out: bad arguments must
-# meet their own ValueErrors.
+# Shapes in the annotations are checked at every call. `jfla.api` and `jfla._inputs.validate` are left out: bad
+# arguments must meet their own ValueErrors.
 _CHECKED = [
     "jfla.reference",
     "jfla.gates",
     "jfla.packing",
-    "jfla.prepare",
-    "jfla._mesh",
-    "jfla.decay",
-    "jfla.gradients",
+    "jfla._inputs.canonicalize",
+    "jfla._inputs.chunking",
+    "jfla.parallel",
+    "jfla.stages",
+    "jfla.affine",
+    "jfla.xla",
     "jfla.pallas",
 ]
 
@@ -38,7 +40,9 @@ def pytest_configure(config: pytest.Config) -> None:
     from jfla import gates
 
     for gate in (gates.SoftplusGate, gates.SigmoidGate):
-        gate.__init__ = gate.__init__.__wrapped__  # JAX builds pytrees with placeholders in the place of arrays
+        gate.__init__ = (
+            gate.__init__.__wrapped__
+        )  # JAX builds pytrees with placeholders in the place of arrays
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -28,7 +28,9 @@ def rendered(source: pathlib.Path) -> list[dict]:
 
 
 def test_there_are_notebooks():
-    assert [source.stem[:2] for source in SOURCES] == [f"{n:02}" for n in range(1, len(SOURCES) + 1)]
+    assert [source.stem[:2] for source in SOURCES] == [
+        f"{n:02}" for n in range(1, len(SOURCES) + 1)
+    ]
     assert len(SOURCES) >= 1
 
 
@@ -43,11 +45,21 @@ def test_rendered_notebook_ran_to_its_end(source: pathlib.Path):
     code = [cell for cell in rendered(source) if cell["cell_type"] == "code"]
     assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
     outputs = [output for cell in code for output in cell["outputs"]]
-    assert {output["output_type"] for output in outputs} <= {"stream", "display_data", "execute_result"}
-    pictures = [any("image/png" in output.get("data", {}) for output in cell["outputs"]) for cell in code]
-    assert pictures == [any("plt.show()" in x or "display(" in x for x in cell["source"]) for cell in code]
+    assert {output["output_type"] for output in outputs} <= {
+        "stream",
+        "display_data",
+        "execute_result",
+    }
+    pictures = [
+        any("image/png" in output.get("data", {}) for output in cell["outputs"]) for cell in code
+    ]
+    assert pictures == [
+        any("plt.show()" in x or "display(" in x for x in cell["source"]) for cell in code
+    ]
     assert any(pictures)
-    assert all(output.get("name") != "stderr" for output in outputs), "a warning is shown in the rendered notebook"
+    assert all(output.get("name") != "stderr" for output in outputs), (
+        "a warning is shown in the rendered notebook"
+    )
     assert source.with_suffix(".ipynb").stat().st_size < MAX_BYTES
 
 

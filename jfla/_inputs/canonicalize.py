@@ -3,11 +3,11 @@
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
 from jfla.gates import at_least_f32, l2norm, log_decay, write_strength
 from jfla.packing import starts
+from jfla.parallel.varying import vary_with
 from jfla.types import Inputs, Options
 
 
@@ -57,7 +57,8 @@ def canonicalize(inputs: Inputs, options: Options) -> TokenInputs:
     elif not options.per_segment_state:
         state = state[:, None]
     arrays = [x.astype(dtype) for x in (q, k, v, g, beta, state)]
-    return TokenInputs(*_varying_together(*arrays), slot)
+    q, k, v, g, beta, state = vary_with(arrays, *arrays)
+    return TokenInputs(q, k, v, g, beta, state, slot)
 
 
 def without_padding(
@@ -68,13 +69,3 @@ def without_padding(
         return x
     keep = (segment_ids > 0).reshape(segment_ids.shape + (1,) * (x.ndim - 2))
     return jnp.where(keep, x, 0)
-
-
-def _varying_together(*arrays: Array) -> list[Array]:
-    """The same arrays. Inside shard_map each varies over every mesh axis over which one of them does.
-
-    The carry of a scan must vary as what it meets does, also when it begins as zeros; and gradients of arrays that do
-    not vary over an axis are then summed over it.
-    """
-    parts = sum(lax.stop_gradient(x[(0,) * x.ndim]) for x in arrays)
-    return [jnp.where(True, x, parts) for x in arrays]

@@ -32,7 +32,8 @@ def prepare_chunks(
         grid = _aligned_grid(inputs, options)
         arrays = tuple(take_rows(x, grid.source) for x in arrays)
         slot = grid.segment.T
-    return ChunkInputs(*(to_chunks(x) for x in arrays), slot), tokens.state
+    q, k, v, g, beta = (to_chunks(x) for x in arrays)
+    return ChunkInputs(q, k, v, g, beta, slot), tokens.state
 
 
 def from_chunks(

@@ -10,9 +10,9 @@ def main() -> None:
     """Runs the command line, or says what to install for it."""
     missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
-        print(
-            f"jfla's command line needs {', '.join(missing)}. Install it with: pip install 'jfla[cli]'", file=sys.stderr
-        )
+        packages = ", ".join(missing)
+        remedy = "pip install 'jfla[cli]'"
+        print(f"jfla's command line needs {packages}. Install it with: {remedy}", file=sys.stderr)
         sys.exit(1)
     from jfla.cli.app import app
 

@@ -1,8 +1,8 @@
-"""The commands and their options. Each imports the file that does its work when it runs, so that help comes fast."""
+"""The commands and their options. Each imports what does its work when it runs: help comes fast."""
 
 import enum
 import pathlib
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -25,7 +25,7 @@ class Implementation(enum.StrEnum):
 
 
 class Readme(enum.StrEnum):
-    """What `jfla bench` does with the README."""
+    """What `jfla bench` does with the README's block and docs/benchmarks.md."""
 
     write = "write"
     check = "check"
@@ -47,26 +47,32 @@ def info() -> None:
 @app.command()
 def demo(
     op: Annotated[Op, typer.Option(help="Kimi Delta Attention or Gated DeltaNet.")] = Op.kda,
-    steps: Annotated[int, typer.Option(min=1, help="Training steps of each of the two models.")] = 150,
+    steps: Annotated[
+        int, typer.Option(min=1, help="Training steps of each of the two models.")
+    ] = 150,
     out: Annotated[
-        pathlib.Path, typer.Option(file_okay=False, help="Folder of checkpoints, curve and results.")
+        pathlib.Path,
+        typer.Option(file_okay=False, help="Folder of checkpoints, curve and results."),
     ] = pathlib.Path("jfla-demo"),
     implementation: Annotated[
-        Implementation | None, typer.Option(help="Implementation of the op; chosen by itself when left out.")
+        Implementation | None,
+        typer.Option(help="Implementation of the op; chosen by itself when left out."),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of parameters, data and sampling.")] = 0,
 ) -> None:
-    """Train two small models on this machine: one on Python's own source, one on associative recall.
+    """Train two small models here: one on Python's own source, one on associative recall.
 
-    Both are saved as they go. The same command goes on where an interrupted one stopped; a larger --steps goes on from
-    a finished one.
+    Both are saved as they go. The same command goes on where an interrupted one stopped; a larger
+    --steps goes on from a finished one.
     """
     from jfla.cli.demo import Refused, run
 
+    wanted = implementation.value if implementation else None
     try:
-        run(op.value, steps, out, implementation.value if implementation else None, seed, Console())
+        run(op.value, steps, out, wanted, seed, Console())
     except Refused as refused:
-        raise typer.BadParameter(str(refused), param_hint=f"--{refused.option}") from None
+        option = f"--{refused.option}"
+        raise typer.BadParameter(str(refused), param_hint=option) from None
     except KeyboardInterrupt:
         typer.echo("Stopped. The same command goes on from the last checkpoint.", err=True)
         raise typer.Exit(130) from None
@@ -75,48 +81,87 @@ def demo(
 @app.command()
 def bench(
     sets: Annotated[
-        list[str] | None, typer.Option("--set", help="paper and decode on a GPU, else quick; or fla, ...")
+        list[str] | None,
+        typer.Option("--set", help="paper and decode on a GPU, else quick; or fla, ..."),
     ] = None,
     shapes: Annotated[
-        list[str] | None, typer.Option("--shape", help="Of the sets, by name: B1 T8192 H32 D128; all.")
+        list[str] | None,
+        typer.Option("--shape", help="Of the sets, by name: B1 T8192 H32 D128; all."),
     ] = None,
-    ops: Annotated[list[str] | None, typer.Option("--op", help="kda, gdn; both when left out.")] = None,
-    passes: Annotated[list[str] | None, typer.Option("--pass", help="forward, backward, decode, ...; all.")] = None,
-    gates: Annotated[list[str] | None, typer.Option("--gate", help="strong, weak, mixed; strong.")] = None,
+    ops: Annotated[
+        list[str] | None, typer.Option("--op", help="kda, gdn; both when left out.")
+    ] = None,
+    passes: Annotated[
+        list[str] | None, typer.Option("--pass", help="forward, backward, decode, ...; all.")
+    ] = None,
+    gates: Annotated[
+        list[str] | None, typer.Option("--gate", help="strong, weak, mixed, sigmoid; strong.")
+    ] = None,
     implementations: Annotated[
         list[str] | None,
-        typer.Option("--implementation", help="pallas, xla, fla, ...; all that can run and are fast here."),
+        typer.Option(
+            "--implementation", help="pallas, xla, fla, ...; all that can run and are fast here."
+        ),
     ] = None,
-    json: Annotated[pathlib.Path | None, typer.Option(help="Rows are added to this file as they come.")] = None,
-    repeats: Annotated[int, typer.Option(min=0, help="Samples of each time; 0: 7 on a GPU, 3 elsewhere.")] = 0,
+    json: Annotated[
+        pathlib.Path | None, typer.Option(help="Rows are added to this file as they come.")
+    ] = None,
+    repeats: Annotated[
+        int, typer.Option(min=0, help="Samples of each time; 0: 7 on a GPU, 3 elsewhere.")
+    ] = 0,
     plot: Annotated[pathlib.Path | None, typer.Option(help="Draw the times: .svg or .png.")] = None,
-    seconds: Annotated[float, typer.Option(min=0, help="Begin no case after that time.")] = float("inf"),
-    readme: Annotated[Readme | None, typer.Option(help="Measure nothing; write or check the README's block.")] = None,
+    seconds: Annotated[float, typer.Option(min=0, help="Begin no case after that time.")] = float(
+        "inf"
+    ),
+    readme: Annotated[
+        Readme | None, typer.Option(help="Measure nothing; write or check the generated pages.")
+    ] = None,
 ) -> None:
     """Measure the ops and their peers on this machine: time, error, memory. Options can be given several times."""
-    from jfla.cli import bench as command
-
+    command = _benchmarks()
     console = Console()
     try:
         if readme is not None:
             command.readme(readme.value, console)
-        else:
-            chosen = (tuple(values or ()) for values in (sets, ops, passes, gates, implementations))
-            plan = command.Plan(*chosen, json=json, repeats=repeats, seconds=seconds, shapes=tuple(shapes or ()))
-            command.measure(plan, plot, console)
+            return
+        plan = command.Plan(
+            sets=tuple(sets or ()),
+            ops=tuple(ops or ()),
+            passes=tuple(passes or ()),
+            gates=tuple(gates or ()),
+            implementations=tuple(implementations or ()),
+            json=json,
+            repeats=repeats,
+            seconds=seconds,
+            shapes=tuple(shapes or ()),
+        )
+        command.measure(plan, plot, console)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
 
 
 @app.command()
 def bench_merge(
-    files: Annotated[list[pathlib.Path], typer.Argument(exists=True, help="What runs of jfla bench --json wrote.")],
+    files: Annotated[
+        list[pathlib.Path],
+        typer.Argument(exists=True, help="What runs of jfla bench --json wrote."),
+    ],
     out: Annotated[pathlib.Path, typer.Option(help="The file to write.")],
 ) -> None:
     """Put the results of several runs of one device, date and commit into one file, without losing rows."""
-    from jfla.bench import report, runner
-
+    command = _benchmarks()
     try:
-        report.show(runner.merge(files, out))
+        command.merge(files, out)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
+
+
+def _benchmarks() -> Any:
+    """What measures; or says in a sentence how to get it, and ends."""
+    from jfla.cli.bench import Absent, command
+
+    try:
+        return command()
+    except Absent as absent:
+        typer.echo(str(absent), err=True)
+        raise typer.Exit(1) from None

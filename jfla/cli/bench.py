@@ -1,48 +1,22 @@
-"""`jfla bench` in the terminal: progress, table, plot, and the README's block."""
+"""The door to the benchmarks, which lie beside the library in a clone and are not installed with it."""
 
-import pathlib
+import importlib
+from typing import Any
 
-import jax
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-from jfla.bench import readme as block
-from jfla.bench import report, runner
-from jfla.bench.providers import PROVIDERS, unavailable
-from jfla.bench.runner import Plan
-
-__all__ = ["Plan", "measure", "readme"]
+REPOSITORY = "https://github.com/jfla-org/jfla"
 
 
-def measure(plan: Plan, plot: pathlib.Path | None, console: Console) -> None:
-    """Runs a plan. Raises `ValueError` for one that cannot be run."""
-    runner.share_memory()
-    plan = plan.filled()
-    for name in PROVIDERS:
-        if reason := unavailable(name):
-            console.print(f"{name} is left out: {reason}", highlight=False)
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task(f"ceilings of {jax.devices()[0].device_kind}", total=None)
-        say = lambda done, total, text: progress.update(task, completed=done, total=total, description=text)
-        results = runner.run(plan, say)
-    report.show(results)
-    if plot is not None:
-        from jfla.bench.plot import draw
-
-        draw(results, plot)
-        console.print(f"Wrote {plot}", highlight=False)
+class Absent(Exception):
+    """There are no benchmarks here; the message says how to run them."""
 
 
-def readme(what: str, console: Console) -> None:
-    """Writes the README's block and plot from the newest results, or raises `ValueError` where they are not theirs."""
-    results = block.current()
-    if what == "check":
-        if wrong := block.disagreement(block.README, results):
-            raise ValueError(f"{wrong}; run: jfla bench --readme write")
-        console.print("The README agrees with the newest results.")
-        return
-    from jfla.bench.plot import draw
-
-    block.write(block.README, results, draw)
-    console.print(f"Wrote {block.README}", highlight=False)
+def command() -> Any:
+    """The module `benchmarks.command`. Raises `Absent` where this is not a clone."""
+    try:
+        return importlib.import_module("benchmarks.command")
+    except ModuleNotFoundError as missing:
+        if missing.name not in ("benchmarks", "benchmarks.command"):
+            raise
+        raise Absent(
+            f"The benchmarks run from a clone: git clone {REPOSITORY}, and there: uv run jfla bench"
+        ) from None

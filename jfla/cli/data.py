@@ -1,8 +1,10 @@
-"""The demo's two tasks: Python's standard library as bytes, and associative recall in bytes that text never has.
+"""The demo's two tasks: Python's standard library as bytes, and associative recall in other bytes.
 
-A row of recall is `PAIRS` key-value pairs and then queries: a key that was given, and behind it its value. The model is
-scored on the values behind queried keys alone, which takes a memory that is written and read by content.
-Reference: Arora et al., Zoology: Measuring and Improving Recall in Efficient Language Models (arXiv:2312.04927).
+A row of recall is `PAIRS` key-value pairs and then queries: a key that was given, and behind it its
+value. The model is scored on the values behind queried keys alone, which takes a memory that is
+written and read by content.
+Reference: Arora et al., Zoology: Measuring and Improving Recall in Efficient Language Models
+(arXiv:2312.04927).
 """
 
 import pathlib
@@ -15,11 +17,21 @@ import numpy as np
 from jaxtyping import Bool, Int32, UInt8
 
 VOCAB = 256
-PAIRS, SYMBOLS = 8, 16  # as many values as keys
-FIRST_KEY, FIRST_VALUE = 128, 192  # above ASCII
-_HELD_OUT = 16  # every 16th file is never trained on
+PAIRS = 8
+SYMBOLS = 16  # keys, and as many values
+FIRST_KEY = 128  # above ASCII
+FIRST_VALUE = 192
+_HELD_OUT_EVERY = 16  # one file in so many is never trained on
 _LEAST_BYTES = 100_000
-_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "encodings", "__pycache__"}
+_SKIPPED = {
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "idlelib",
+    "encodings",
+    "__pycache__",
+}
 
 
 class Corpus(NamedTuple):
@@ -38,46 +50,69 @@ class Batch(NamedTuple):
 
 
 def load_corpus(folder: pathlib.Path | None = None) -> Corpus:
-    """Reads the standard library's own .py files in the order of their names, without tests and installed packages.
+    """Reads the standard library's .py files by name, without tests and installed packages.
 
-    **Raises:** `FileNotFoundError` when the folder holds less than 100 kB of them, as in a zipped Python.
+    **Raises:** `FileNotFoundError` when the folder holds less than 100 kB of them, as in a zipped
+    Python.
     """
-    folder = pathlib.Path(sysconfig.get_path("stdlib")) if folder is None else folder
-    paths = [path for path in sorted(folder.rglob("*.py")) if not _SKIPPED & set(path.relative_to(folder).parts)]
-    texts = [path.read_bytes() for path in paths]
-    held_out = [i % _HELD_OUT == _HELD_OUT - 1 for i in range(len(texts))]
-    if sum(map(len, texts)) < _LEAST_BYTES or not any(held_out):
-        raise FileNotFoundError(f"the demo reads Python's own source, at least {_LEAST_BYTES} bytes of .py in {folder}")
-    parts = (b"\n".join(text for text, out in zip(texts, held_out) if out is wanted) for wanted in (False, True))
-    train, held_out = (np.frombuffer(_ascii(part), np.uint8) for part in parts)
-    return Corpus(train, held_out, len(paths))
+    if folder is None:
+        folder = pathlib.Path(sysconfig.get_path("stdlib"))
+    train = []
+    held_out = []
+    files = 0
+    for path in sorted(folder.rglob("*.py")):
+        if _SKIPPED & set(path.relative_to(folder).parts):
+            continue
+        files += 1
+        part = train if files % _HELD_OUT_EVERY else held_out
+        part.append(path.read_bytes())
+    size = sum(map(len, train)) + sum(map(len, held_out))
+    if size < _LEAST_BYTES or not held_out:
+        raise FileNotFoundError(
+            f"the demo reads Python's own source, at least {_LEAST_BYTES} bytes of .py in {folder}"
+        )
+    return Corpus(_ascii(train), _ascii(held_out), files)
 
 
-def batches(rows: Callable[[np.random.Generator], Batch], steps: int, seed: int) -> grain.MapDataset[Batch]:
+def _ascii(texts: list[bytes]) -> UInt8[np.ndarray, " n"]:
+    """The texts, line by line, with "?" for what is not ASCII."""
+    text = b"\n".join(texts).decode("ascii", errors="replace")
+    return np.frombuffer(text.replace("\ufffd", "?").encode(), np.uint8)
+
+
+def batches(
+    rows: Callable[[np.random.Generator], Batch], steps: int, seed: int
+) -> grain.MapDataset[Batch]:
     """One batch per step. Batch i depends on `seed` and i alone, so that a run resumes anywhere."""
-    return grain.MapDataset.range(steps).seed(seed).random_map(lambda _, rng: rows(rng))
+
+    def batch(_: int, rng: np.random.Generator) -> Batch:
+        return rows(rng)
+
+    return grain.MapDataset.range(steps).seed(seed).random_map(batch)
 
 
-def text_rows(rng: np.random.Generator, text: UInt8[np.ndarray, " n"], rows: int, time: int) -> Batch:
+def text_rows(
+    rng: np.random.Generator, text: UInt8[np.ndarray, " n"], rows: int, time: int
+) -> Batch:
     """Rows of `time + 1` bytes cut anywhere; every next byte counts."""
     start = rng.integers(len(text) - time, size=(rows, 1))
-    return Batch(text[start + np.arange(time + 1)].astype(np.int32), np.ones((rows, time), bool))
+    tokens = text[start + np.arange(time + 1)]
+    return Batch(tokens.astype(np.int32), np.ones((rows, time), bool))
 
 
 def recall_rows(rng: np.random.Generator, rows: int, time: int) -> Batch:
-    """Pairs, then queries. Each row draws its keys and their values anew, so nothing can be learned by heart."""
+    """Pairs, then queries. Each row draws keys and values anew: nothing is learned by heart."""
     if time <= 2 * PAIRS:
         raise ValueError(f"time must be above {2 * PAIRS}, the length of {PAIRS} pairs, got {time}")
-    keys = np.argsort(rng.random((rows, SYMBOLS)), axis=1)[:, :PAIRS]
-    values = rng.integers(SYMBOLS, size=(rows, PAIRS))
+    shuffled = np.argsort(rng.random((rows, SYMBOLS)), axis=1)
+    keys = FIRST_KEY + shuffled[:, :PAIRS]
+    values = FIRST_VALUE + rng.integers(SYMBOLS, size=(rows, PAIRS))
     queries = rng.integers(PAIRS, size=(rows, time // 2 + 1 - PAIRS))
-    order = np.concatenate([np.tile(np.arange(PAIRS), (rows, 1)), queries], axis=1)
-    pairs = [FIRST_KEY + np.take_along_axis(keys, order, axis=1), FIRST_VALUE + np.take_along_axis(values, order, 1)]
+    given = np.tile(np.arange(PAIRS), (rows, 1))
+    order = np.concatenate([given, queries], axis=1)
+    pairs = [np.take_along_axis(symbols, order, axis=1) for symbols in (keys, values)]
     tokens = np.stack(pairs, axis=2).reshape(rows, -1)[:, : time + 1]
     position = np.arange(time)
-    scored = np.tile((position >= 2 * PAIRS) & (position % 2 == 0), (rows, 1))
+    is_key = position % 2 == 0
+    scored = np.tile((position >= 2 * PAIRS) & is_key, (rows, 1))
     return Batch(tokens.astype(np.int32), scored)
-
-
-def _ascii(text: bytes) -> bytes:
-    return text.decode("ascii", errors="replace").replace("\ufffd", "?").encode()

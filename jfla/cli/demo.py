@@ -1,4 +1,4 @@
-"""`jfla demo`: trains one model on Python's own source and one on associative recall, and shows what they learned."""
+"""`jfla demo`: trains a model on Python's own source and one on associative recall."""
 
 import dataclasses
 import functools
@@ -16,17 +16,29 @@ from flax import nnx
 from jaxtyping import UInt8
 from rich.console import Console
 from rich.panel import Panel
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
-from jfla._types import Implementation
-from jfla.cli import choice, data, plot
+from jfla.cli import data, info, plot
 from jfla.cli.train import Curves, Run, Settings, evaluate
+from jfla.nn import DeltaLM
+from jfla.types import Implementation
+
+Rows = Callable[[np.random.Generator], data.Batch]
 
 SAVE_EVERY = 25
 _EVALUATED = 16  # batches
-_PROMPT, _SAMPLED = "def ", 400
+_PROMPT = "def "
+_SAMPLED = 400  # tokens
+_RESULTS = "results.json"
 _NAMES = {"kda": "Kimi Delta Attention", "gdn": "Gated DeltaNet"}
 
 
@@ -55,19 +67,26 @@ def run(
     console: Console,
     settings: Settings | None = None,
 ) -> dict[str, Any]:
-    """Trains, or goes on training, until both models have done `steps` steps; returns and shows the results."""
+    """Trains until both models have done `steps` steps; returns and shows the results.
+
+    A run that was interrupted, or that is to get more steps, goes on from its checkpoints.
+    """
     settings = settings or Settings(op=op, seed=seed)
     _check_implementation(settings, implementation)
     claim(out, settings)
-    results_path = out / "results.json"
-    if results_path.exists() and (results := json.loads(results_path.read_text()))["steps"] >= steps:
-        console.print(f"{out} holds a finished run of {results['steps']} steps; a larger --steps goes on from there.")
+    results = _finished(out, steps)
+    if results is not None:
+        done = results["steps"]
+        console.print(
+            f"{out} holds a finished run of {done} steps; a larger --steps goes on from there."
+        )
         _show(console, results, out)
         return results
     started = time.perf_counter()
     corpus = _corpus(console)
-    console.print(f"{_NAMES[op]}, {steps} steps of text ({corpus.files} files of Python's own source) and of recall")
-    results: dict[str, Any] = {"steps": steps, "byte_entropy": _entropy(corpus.train)}
+    source = f"{corpus.files} files of Python's own source"
+    console.print(f"{_NAMES[op]}, {steps} steps of text ({source}) and of recall")
+    results = {"steps": steps, "byte_entropy": _entropy(corpus.train)}
     curves: dict[str, Curves] = {}
     for task in _tasks(settings, corpus, steps):
         training = Run(settings, steps, out / task.name, implementation)
@@ -81,20 +100,37 @@ def run(
         curves[task.name] = training.curves
         if task.name == "text":
             results["sample"] = _sample(training.model, settings.seed)
-            results["parameters"] = sum(x.size for x in jax.tree.leaves(nnx.state(training.model, nnx.Param)))
+            results["parameters"] = _num_parameters(training.model)
     results["seconds"] = time.perf_counter() - started
-    title = f"{_NAMES[op]}, {results['parameters'] / 1e6:.2f} M parameters, {results['steps']} steps"
+    _plot(out, _NAMES[op], results, curves)
+    _write(out / _RESULTS, results)
+    _show(console, results, out)
+    return results
+
+
+def _finished(out: pathlib.Path, steps: int) -> dict[str, Any] | None:
+    """The results of a run of at least so many steps, or None."""
+    path = out / _RESULTS
+    if not path.exists():
+        return None
+    results = json.loads(path.read_text())
+    return results if results["steps"] >= steps else None
+
+
+def _num_parameters(model: DeltaLM) -> int:
+    return sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
+
+
+def _plot(out: pathlib.Path, name: str, results: dict[str, Any], curves: dict[str, Curves]) -> None:
+    millions = results["parameters"] / 1e6
     plot.draw(
         out / "loss.png",
-        title,
+        f"{name}, {millions:.2f} M parameters, {results['steps']} steps",
         text=curves["text"]["bits"],
         byte_entropy=results["byte_entropy"],
         recall=curves["recall"]["accuracy"],
         chance=1 / data.SYMBOLS,
     )
-    _write(results_path, results)
-    _show(console, results, out)
-    return results
 
 
 def _corpus(console: Console) -> data.Corpus:
@@ -111,9 +147,12 @@ def claim(out: pathlib.Path, settings: Settings) -> None:
     path = out / "run.json"
     if path.exists():
         found = json.loads(path.read_text())
+        differing = [name for name in found if wanted.get(name) != found[name]]
         if found != wanted:
-            other = ", ".join(f"{name} = {value}" for name, value in found.items() if wanted.get(name) != value)
-            raise Refused("out", f"{out} holds a run with {other}: give another folder or remove this one")
+            other = ", ".join(f"{name} = {found[name]}" for name in differing)
+            raise Refused(
+                "out", f"{out} holds a run with {other}: give another folder or remove this one"
+            )
         return
     if out.exists() and any(not child.name.startswith(".") for child in out.iterdir()):
         raise Refused("out", f"{out} is not empty and not a folder of this demo: give another one")
@@ -122,10 +161,15 @@ def claim(out: pathlib.Path, settings: Settings) -> None:
 
 
 def _check_implementation(settings: Settings, implementation: Implementation | None) -> None:
-    lengths: dict[choice.Form, int] = {"chunk": settings.time, "recurrent": 1}
-    for form, length in lengths.items():
-        shapes = choice.shapes(settings.op, settings.rows, length, settings.num_heads, settings.head_dim, jnp.float32)
-        if implementation == "pallas" and (why := choice.reason(settings.op, form, shapes)):
+    """Training calls the chunked form, sampling the recurrent one."""
+    if implementation != "pallas":
+        return
+    for form, length in (("chunk", settings.time), ("recurrent", 1)):
+        name = f"{form}_{settings.op}"
+        heads = settings.num_heads
+        choice = info.explain(name, settings.rows, length, heads, settings.head_dim, jnp.float32)
+        if choice.implementation != "pallas":
+            why = choice.reasons["pallas"]
             raise Refused("implementation", f"pallas cannot run this model here: {why}")
 
 
@@ -133,12 +177,18 @@ def _tasks(settings: Settings, corpus: data.Corpus, steps: int) -> list[Task]:
     """Text and recall; what they are judged by comes from held-out files and from another seed."""
     sizes = {"rows": settings.rows, "time": settings.time}
     recall = functools.partial(data.recall_rows, **sizes)
-    text, held_out = (functools.partial(data.text_rows, text=part, **sizes) for part in (corpus.train, corpus.held_out))
+    text = functools.partial(data.text_rows, text=corpus.train, **sizes)
+    held_out = functools.partial(data.text_rows, text=corpus.held_out, **sizes)
     train_seed, test_seed = map(int, np.random.SeedSequence(settings.seed).generate_state(2))
-    return [
-        Task("text", data.batches(text, steps, train_seed), data.batches(held_out, _EVALUATED, test_seed)),
-        Task("recall", data.batches(recall, steps, train_seed), data.batches(recall, _EVALUATED, test_seed)),
-    ]
+
+    def task(name: str, train: Rows, test: Rows) -> Task:
+        return Task(
+            name,
+            train=data.batches(train, steps, train_seed),
+            test=data.batches(test, _EVALUATED, test_seed),
+        )
+
+    return [task("text", text, held_out), task("recall", recall, recall)]
 
 
 def _train(training: Run, task: Task, settings: Settings, console: Console) -> None:
@@ -146,26 +196,37 @@ def _train(training: Run, task: Task, settings: Settings, console: Console) -> N
     if training.step:
         console.print(f"{task.name}: continuing after step {training.step}")
     columns = (
-        TextColumn("{task.description}", style="bold"), BarColumn(), MofNCompleteColumn(),
-        TextColumn("{task.fields[note]}"), TimeRemainingColumn(compact=True),
-    )  # fmt: skip
+        TextColumn("{task.description}", style="bold"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[note]}"),
+        TimeRemainingColumn(compact=True),
+    )
+    steps = training.steps
     with Progress(*columns, console=console, speed_estimate_period=10) as progress:
-        bar = progress.add_task(task.name, total=training.steps, completed=training.step, note="compiling")
+        bar = progress.add_task(task.name, total=steps, completed=training.step, note="compiling")
         note = _notes(progress, bar, settings.rows * settings.time)
         for result in training.train(task.train, SAVE_EVERY):
             line = note(training.step, float(result.bits), float(result.accuracy))
-            if not console.is_terminal and training.step % max(1, training.steps // 10) == 0:
+            if not console.is_terminal and training.step % max(1, steps // 10) == 0:
                 console.print(f"{task.name} step {training.step}: {line}")
 
 
 def _notes(progress: Progress, bar: TaskID, tokens: int) -> Callable[[int, float, float], str]:
     """What is written next to the bar; the speed is that since the first step, which compiles."""
-    began: list[tuple[float, int]] = []
+    start = 0.0
+    first_step: int | None = None
 
     def note(step: int, bits: float, accuracy: float) -> str:
-        began.append((time.perf_counter(), step))
-        (start, first), (now, _) = began[0], began[-1]
-        speed = f"{tokens * (step - first) / (now - start):,.0f} tokens/s" if step > first else "-"
+        nonlocal start, first_step
+        now = time.perf_counter()
+        speed = "-"
+        if first_step is None:
+            start = now
+            first_step = step
+        else:
+            per_second = tokens * (step - first_step) / (now - start)
+            speed = f"{per_second:,.0f} tokens/s"
         line = f"{bits:.2f} bits/token  {accuracy:4.0%} right  {speed}"
         progress.update(bar, completed=step, note=line)
         return line
@@ -173,7 +234,7 @@ def _notes(progress: Progress, bar: TaskID, tokens: int) -> Callable[[int, float
     return note
 
 
-def _sample(model: Any, seed: int) -> str:
+def _sample(model: DeltaLM, seed: int) -> str:
     """Text that the model writes behind `_PROMPT`, one byte at a time with a carried state."""
     prompt = jnp.array([list(_PROMPT.encode())])
     tokens = model.generate(prompt, _SAMPLED, key=jax.random.key(seed), temperature=0.7, top_k=40)
@@ -188,24 +249,24 @@ def _entropy(text: UInt8[np.ndarray, " n"]) -> float:
 
 
 def _show(console: Console, results: dict[str, Any], out: pathlib.Path) -> None:
+    text = results["text"]
+    recall = results["recall"]
+    next_bytes = f"{text['accuracy']:.0%} of next bytes right"
+    entropy = f"byte frequencies alone: {results['byte_entropy']:.2f} bits"
+    guessing = f"guessing: {1 / data.SYMBOLS:.1%}"
+    parameters = f"{results['parameters']:,} parameters"
+    duration = f"{results['steps']} steps, {results['seconds']:.0f} s"
+    bits = f"[bold]{text['bits']:.2f} bits per byte"
+    right = f"[bold]{recall['accuracy']:.1%} right"
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    text, recall = results["text"], results["recall"]
-    table.add_row(
-        "text, held-out files",
-        f"[bold]{text['bits']:.2f} bits per byte",
-        f"{text['accuracy']:.0%} of next bytes right; byte frequencies alone: {results['byte_entropy']:.2f} bits",
-    )
-    table.add_row(
-        "recall, new rows",
-        f"[bold]{recall['accuracy']:.1%} right",
-        f"{data.PAIRS} pairs per row, guessing: {1 / data.SYMBOLS:.1%}",
-    )
-    table.add_row(
-        "model", f"{results['parameters']:,} parameters", f"{results['steps']} steps, {results['seconds']:.0f} s"
-    )
+    table.add_row("text, held-out files", bits, f"{next_bytes}; {entropy}")
+    table.add_row("recall, new rows", right, f"{data.PAIRS} pairs per row, {guessing}")
+    table.add_row("model", parameters, duration)
     table.add_row("curve", str(out / "loss.png"))
     sample = Panel(
-        Text(results["sample"]), title="written by the model, byte by byte, with a carried state", title_align="left"
+        Text(results["sample"]),
+        title="written by the model, byte by byte, with a carried state",
+        title_align="left",
     )
     console.print(sample, table)
 

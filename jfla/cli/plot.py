@@ -1,4 +1,4 @@
-"""Draws what the demo's two models learned: bits per byte of text, and the share of right answers in recall."""
+"""Draws what the demo's models learned: bits per byte of text, and right answers in recall."""
 
 import pathlib
 from collections.abc import Sequence
@@ -10,15 +10,32 @@ from jaxtyping import Float
 
 matplotlib.use("agg")
 from matplotlib import pyplot as plt  # the backend comes first: no display is needed
+from matplotlib.axes import Axes
 
-INK, MUTED, GRID = "#1f2430", "#6b7280", "#e5e7eb"
-BLUE, ORANGE = "#2563eb", "#d9480f"
+INK = "#1f2430"
+MUTED = "#6b7280"
+GRID = "#e5e7eb"
+BLUE = "#2563eb"
+ORANGE = "#d9480f"
 STYLE: Any = {
-    "font.family": "sans-serif", "font.size": 10.5, "text.color": INK, "axes.labelcolor": MUTED,
-    "axes.edgecolor": GRID, "axes.grid": True, "axes.grid.axis": "y", "grid.color": GRID, "grid.linewidth": 0.8,
-    "axes.spines.top": False, "axes.spines.right": False, "axes.spines.left": False, "axes.axisbelow": True,
-    "xtick.color": MUTED, "ytick.color": MUTED, "xtick.major.size": 0, "ytick.major.size": 0,
-}  # fmt: skip
+    "font.family": "sans-serif",
+    "font.size": 10.5,
+    "text.color": INK,
+    "axes.labelcolor": MUTED,
+    "axes.edgecolor": GRID,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "grid.color": GRID,
+    "grid.linewidth": 0.8,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.spines.left": False,
+    "axes.axisbelow": True,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "xtick.major.size": 0,
+    "ytick.major.size": 0,
+}
 
 
 def smoothed(values: Sequence[float] | Float[np.ndarray, " n"]) -> Float[np.ndarray, " n"]:
@@ -30,49 +47,95 @@ def smoothed(values: Sequence[float] | Float[np.ndarray, " n"]) -> Float[np.ndar
     width = max(1.0, len(values) / 50)
     reach = int(4 * width)
     weights = np.exp(-0.5 * (np.arange(-reach, reach + 1) / width) ** 2)
-    total, weight = (np.convolve(x, weights)[reach : reach + len(x)] for x in (values, np.ones(len(values))))
+    inside = slice(reach, reach + len(values))
+    total = np.convolve(values, weights)[inside]
+    weight = np.convolve(np.ones(len(values)), weights)[inside]
     return total / weight
 
 
 def draw(
-    path: pathlib.Path, title: str, text: Sequence[float], byte_entropy: float, recall: Sequence[float], chance: float
+    path: pathlib.Path,
+    title: str,
+    text: Sequence[float],
+    byte_entropy: float,
+    recall: Sequence[float],
+    chance: float,
 ) -> None:
-    """Writes a PNG. `text`: bits per byte of each step; `recall`: fraction of right answers of each step."""
+    """Writes a PNG.
+
+    `text`: bits per byte of each step; `recall`: fraction of right answers of each step.
+    """
     with plt.rc_context(STYLE):
         figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.6), dpi=150, layout="constrained")
         figure.suptitle(title, x=0.008, ha="left", fontsize=14, fontweight="bold")
-        _curve(left, np.asarray(text), BLUE, "{:.2f} bits")
-        _baseline(left, byte_entropy, len(text), f"byte frequencies alone: {byte_entropy:.2f} bits")
-        left.set_ylim(0, max(8.2, 1.05 * max(text)))
-        left.set_title("Python source: bits per byte", loc="left", color=MUTED, fontsize=11)
-        _curve(right, 100 * np.asarray(recall), ORANGE, "{:.0f} %")
-        _baseline(right, 100 * chance, len(recall), f"guessing: {100 * chance:.0f} %")
-        right.set_ylim(-2, 107)
-        right.set_yticks(range(0, 101, 20), [f"{percent} %" for percent in range(0, 101, 20)])
-        right.set_title("Associative recall: right answers", loc="left", color=MUTED, fontsize=11)
+        _draw_text(left, text, byte_entropy)
+        _draw_recall(right, recall, chance)
         temporary = path.with_name(f".{path.name}")
         figure.savefig(temporary, format="png")
         plt.close(figure)
     temporary.replace(path)
 
 
-def _curve(axes: Any, values: Float[np.ndarray, " n"], color: str, label: str) -> None:
+def _draw_text(axes: Axes, bits: Sequence[float], byte_entropy: float) -> None:
+    _title(axes, "Python source: bits per byte")
+    _curve(axes, np.asarray(bits), BLUE, "{:.2f} bits")
+    label = f"byte frequencies alone: {byte_entropy:.2f} bits"
+    _baseline(axes, byte_entropy, len(bits), label)
+    axes.set_ylim(0, max(8.2, 1.05 * max(bits)))
+
+
+def _draw_recall(axes: Axes, accuracy: Sequence[float], chance: float) -> None:
+    _title(axes, "Associative recall: right answers")
+    _curve(axes, 100 * np.asarray(accuracy), ORANGE, "{:.0f} %")
+    _baseline(axes, 100 * chance, len(accuracy), f"guessing: {100 * chance:.0f} %")
+    axes.set_ylim(-2, 107)
+    percents = range(0, 101, 20)
+    axes.set_yticks(percents, [f"{percent} %" for percent in percents])
+
+
+def _title(axes: Axes, title: str) -> None:
+    axes.set_title(title, loc="left", color=MUTED, fontsize=11)
+
+
+def _curve(axes: Axes, values: Float[np.ndarray, " n"], color: str, label: str) -> None:
     """Every step faint, the mean strong, its last value written at its end."""
-    steps, mean = np.arange(1, len(values) + 1), smoothed(values)
+    steps = np.arange(1, len(values) + 1)
+    mean = smoothed(values)
     axes.plot(steps, values, color=color, alpha=0.22, linewidth=1, solid_capstyle="round")
     axes.plot(steps, mean, color=color, linewidth=2.4, solid_capstyle="round")
-    axes.plot(steps[-1:], mean[-1:], "o", color=color, markersize=6, markeredgecolor="white", clip_on=False, zorder=5)
+    axes.plot(
+        steps[-1:],
+        mean[-1:],
+        "o",
+        color=color,
+        markersize=6,
+        markeredgecolor="white",
+        clip_on=False,
+        zorder=5,
+    )
     axes.annotate(
-        label.format(mean[-1]), (steps[-1], mean[-1]), xytext=(9, 0), textcoords="offset points", va="center",
-        color=color, fontweight="bold", annotation_clip=False,
-    )  # fmt: skip
+        label.format(mean[-1]),
+        (steps[-1], mean[-1]),
+        xytext=(9, 0),
+        textcoords="offset points",
+        va="center",
+        color=color,
+        fontweight="bold",
+        annotation_clip=False,
+    )
     axes.set_xlim(0, max(len(values), 2))
     axes.set_xlabel("step", loc="right")
 
 
-def _baseline(axes: Any, value: float, steps: int, label: str) -> None:
+def _baseline(axes: Axes, value: float, steps: int, label: str) -> None:
     """What can be had without a model of the context."""
     axes.axhline(value, color=MUTED, linewidth=1.1, linestyle=(0, (4, 3)))
     axes.annotate(
-        label, (steps, value), xytext=(0, 4), textcoords="offset points", ha="right", color=MUTED, fontsize=9.5
+        label,
+        (steps, value),
+        xytext=(0, 4),
+        textcoords="offset points",
+        ha="right",
+        color=MUTED,
+        fontsize=9.5,
     )

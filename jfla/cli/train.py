@@ -1,4 +1,4 @@
-"""Trains one of the demo's models: a jitted update, and checkpoints from which a killed run goes on."""
+"""Trains one of the demo's models: a jitted update, and checkpoints from which a run goes on."""
 
 import dataclasses
 import functools
@@ -14,14 +14,16 @@ import orbax.checkpoint as ocp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jfla._types import Implementation
 from jfla.cli import data
 from jfla.nn import DeltaLM, DeltaLMConfig
+from jfla.types import Implementation
+
+_WARMUP_STEPS = 20
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What decides the numbers of a run: it can be continued only under the settings that it began with."""
+    """What decides the numbers of a run, which can be continued only under the same settings."""
 
     op: Literal["kda", "gdn"] = "kda"
     seed: int = 0
@@ -34,6 +36,7 @@ class Settings:
     learning_rate: float = 4e-3
 
     def model(self, implementation: Implementation | None) -> DeltaLM:
+        """A new model."""
         config = DeltaLMConfig(
             vocab_size=data.VOCAB,
             hidden_size=self.hidden_size,
@@ -46,15 +49,26 @@ class Settings:
         return DeltaLM(config, rngs=nnx.Rngs(self.seed))
 
     def optimizer(self, steps: int) -> optax.GradientTransformation:
-        warmup = 20
+        """AdamW with warmup, cosine decay over `steps` and clipped gradients."""
         rate = optax.warmup_cosine_decay_schedule(
-            0.0, self.learning_rate, warmup, max(steps, warmup + 1), self.learning_rate / 20
+            init_value=0.0,
+            peak_value=self.learning_rate,
+            warmup_steps=_WARMUP_STEPS,
+            decay_steps=max(steps, _WARMUP_STEPS + 1),
+            end_value=self.learning_rate / 20,
         )
-        return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.98, weight_decay=0.01))
+        return optax.chain(
+            optax.clip_by_global_norm(1.0),
+            optax.adamw(rate, b2=0.98, weight_decay=0.01),
+        )
 
 
 class Metrics(NamedTuple):
-    """Means over the scored positions: cross-entropy in bits per token, and how often the likeliest token is right."""
+    """Means over the scored positions.
+
+    **Fields:** `bits`, cross-entropy in bits per token; `accuracy`, how often the likeliest token
+    is right.
+    """
 
     bits: Float[Array, ""]
     accuracy: Float[Array, ""]
@@ -66,10 +80,15 @@ Curves = dict[str, list[float]]  # one list per field of Metrics, one entry per 
 def metrics(model: DeltaLM, batch: data.Batch) -> Metrics:
     """Metrics of one batch."""
     tokens = jnp.asarray(batch.tokens)
-    logits, target = model(tokens[:, :-1]), tokens[:, 1:]
-    bits = optax.softmax_cross_entropy_with_integer_labels(logits, target) / jnp.log(2)
+    target = tokens[:, 1:]
+    logits = model(tokens[:, :-1])
+    nats = optax.softmax_cross_entropy_with_integer_labels(logits, target)
     right = jnp.argmax(logits, axis=-1) == target
-    return Metrics(*(jnp.mean(x, where=batch.scored, dtype=jnp.float32) for x in (bits, right)))
+
+    def mean(x: Array) -> Array:
+        return jnp.mean(x, where=batch.scored, dtype=jnp.float32)
+
+    return Metrics(bits=mean(nats / jnp.log(2)), accuracy=mean(right))
 
 
 @nnx.jit
@@ -88,7 +107,7 @@ def update(model: DeltaLM, optimizer: nnx.Optimizer, batch: data.Batch) -> Metri
 def evaluate(model: DeltaLM, dataset: grain.MapDataset[data.Batch]) -> Metrics:
     """Mean metrics over a whole data set."""
     results = [_evaluate(model, batch) for batch in dataset]
-    return Metrics(*(jnp.mean(jnp.stack(x)) for x in zip(*results)))
+    return Metrics(*(jnp.mean(jnp.stack(values)) for values in zip(*results)))
 
 
 _evaluate = nnx.jit(metrics)
@@ -105,18 +124,26 @@ def _create(
 class Run:
     """A model in training and its place on disk.
 
-    Checkpoints are `folder/<step>`; each is written under another name and moved when it is whole, so that a kill at
-    any time leaves the one before. They hold parameters, optimizer and curves: data of step i depend on i alone, so a
-    run that was killed and continued ends with the bits of one that was not.
+    Checkpoints are `folder/<step>`; each is written under another name and moved when it is whole,
+    so that a kill at any time leaves the one before. They hold parameters, optimizer and curves:
+    data of step i depend on i alone, so a run that was killed and continued ends with the bits of
+    one that was not.
     """
 
-    def __init__(self, settings: Settings, steps: int, folder: pathlib.Path, implementation: Implementation | None):
+    def __init__(
+        self,
+        settings: Settings,
+        steps: int,
+        folder: pathlib.Path,
+        implementation: Implementation | None,
+    ):
         self.steps = steps
         self.model, self.optimizer = _create(settings, steps, implementation)
         self.curves: Curves = {name: [] for name in Metrics._fields}
         options = ocp.CheckpointManagerOptions(max_to_keep=2, cleanup_tmp_directories=True)
         self._checkpoints = ocp.CheckpointManager(folder.absolute(), options=options)
-        if (saved := self._checkpoints.latest_step()) is not None:
+        saved = self._checkpoints.latest_step()
+        if saved is not None:
             self._restore(saved)
 
     @property
@@ -143,13 +170,19 @@ class Run:
         return nnx.to_pure_dict(nnx.state((self.model, self.optimizer)))
 
     def _save(self) -> None:
-        arguments = {"state": ocp.args.StandardSave(self._state()), "curves": ocp.args.JsonSave(self.curves)}
-        self._checkpoints.save(self.step, args=ocp.args.Composite(**arguments), force=True)
+        items = ocp.args.Composite(
+            state=ocp.args.StandardSave(self._state()),
+            curves=ocp.args.JsonSave(self.curves),
+        )
+        self._checkpoints.save(self.step, args=items, force=True)
 
     def _restore(self, step: int) -> None:
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, self._state())
-        arguments = {"state": ocp.args.StandardRestore(abstract), "curves": ocp.args.JsonRestore()}
-        restored = self._checkpoints.restore(step, args=ocp.args.Composite(**arguments))
+        items = ocp.args.Composite(
+            state=ocp.args.StandardRestore(abstract),
+            curves=ocp.args.JsonRestore(),
+        )
+        restored = self._checkpoints.restore(step, args=items)
         state = nnx.state((self.model, self.optimizer))
         nnx.replace_by_pure_dict(state, restored["state"])
         nnx.update((self.model, self.optimizer), state)

@@ -1,4 +1,4 @@
-"""Flax NNX layers of the delta-rule family, a language model made of them, and their published weights.
+"""Flax NNX layers of the delta-rule family, a language model of them, and their published weights.
 
 In Flax Linen, `flax.nnx.bridge` turns a layer into a Linen module:
 
@@ -10,15 +10,15 @@ In Flax Linen, `flax.nnx.bridge` turns a layer into a Linen module:
 (1, 5, 32)
 """
 
-from jfla.nn.attention import AttentionCache as AttentionCache
-from jfla.nn.attention import CausalAttention as CausalAttention
-from jfla.nn.hf import fla_config as fla_config
-from jfla.nn.hf import load_hf as load_hf
-from jfla.nn.hf import load_mixer as load_mixer
-from jfla.nn.hf import save_fla as save_fla
-from jfla.nn.loss import next_token_loss as next_token_loss
-from jfla.nn.mixer import DeltaCache as DeltaCache
-from jfla.nn.mixer import GatedDeltaNet as GatedDeltaNet
-from jfla.nn.mixer import KimiDeltaAttention as KimiDeltaAttention
-from jfla.nn.model import DeltaLM as DeltaLM
-from jfla.nn.model import DeltaLMConfig as DeltaLMConfig
+from jfla.nn.layers.attention import AttentionCache as AttentionCache
+from jfla.nn.layers.attention import CausalAttention as CausalAttention
+from jfla.nn.layers.delta_mixer import DeltaCache as DeltaCache
+from jfla.nn.layers.gdn import GatedDeltaNet as GatedDeltaNet
+from jfla.nn.layers.kda import KimiDeltaAttention as KimiDeltaAttention
+from jfla.nn.models.delta_lm import DeltaLM as DeltaLM
+from jfla.nn.models.delta_lm import DeltaLMConfig as DeltaLMConfig
+from jfla.nn.models.loss import next_token_loss as next_token_loss
+from jfla.nn.weights.fla_config import fla_config as fla_config
+from jfla.nn.weights.load import load_hf as load_hf
+from jfla.nn.weights.load import load_mixer as load_mixer
+from jfla.nn.weights.load import save_fla as save_fla

@@ -15,6 +15,7 @@ from jfla.pallas.sm90.chunk_index import CHANNEL_BLOCK
 from jfla.pallas.sm90.gate import LOG2E, STRONGEST, gate_kind, gate_parameters, reset_rows
 from jfla.pallas.sm90.qk_tiles import QkgOperands, QkOptions
 from jfla.pallas.sm90.results import KernelGrads
+from jfla.parallel.varying import vary_with
 from jfla.types import CHUNK, Inputs, Options, State
 
 # A write strength of 0 becomes this, so that dbeta can be read off what was written: 1.5e-8 is nothing beside bf16, and
@@ -125,10 +126,10 @@ def cotangents(
 ) -> Inputs:
     """From what the kernels leave, per value head and in whole chunks, to the cotangents of the caller's arrays."""
     time = inputs.q.shape[1]
-    mark = _marker(inputs)
+    differentiable = (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta)
 
     def tokens(x: Array) -> Array:
-        return without_padding(mark(x[:, :time]), inputs.segment_ids)
+        return without_padding(vary_with(x[:, :time], *differentiable), inputs.segment_ids)
 
     def token_scalars(x: Array) -> Array:
         return tokens(x.reshape(*x.shape[:2], -1).swapaxes(1, 2))
@@ -143,6 +144,8 @@ def cotangents(
     scalar_gate = options.op.scalar_gate
     dg = token_scalars(grads.dg)[..., None] if scalar_gate else tokens(grads.dg)
     dg, dgate, dbeta = adjoint((dg, dbeta))
+    if d_initial is not None:
+        d_initial = vary_with(d_initial[:, :, 0].mT, *differentiable)
     return Inputs(
         q=_to_query(tokens(grads.dq), inputs.q, inputs, options),
         k=_to_query(tokens(grads.dk), inputs.k, inputs, options),
@@ -150,7 +153,7 @@ def cotangents(
         g=dg,
         beta=dbeta,
         gate=dgate,
-        initial_state=None if d_initial is None else mark(d_initial[:, :, 0].mT),
+        initial_state=d_initial,
         segment_ids=None,
     )
 
@@ -164,13 +167,3 @@ def _to_query(dx: Array, x: Array, inputs: Inputs, options: Options) -> Array:
         norm = lambda x: l2norm(without_padding(x, inputs.segment_ids))
         (dx,) = jax.vjp(norm, x)[1](dx)
     return dx.astype(x.dtype)
-
-
-def _marker(inputs: Inputs) -> Any:
-    """A function that marks results of kernels as varying over shard_map's mesh axes, as the inputs do.
-
-    A kernel's result is not marked; what it is selected with is.
-    """
-    differentiable = (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta)
-    varying = jnp.stack([jnp.ravel(x)[0].astype(F32) for x in differentiable]).sum()
-    return lambda x: jnp.where(True, x, varying.astype(x.dtype))

@@ -21,6 +21,9 @@ _TARGET: contextvars.ContextVar[Target | None] = contextvars.ContextVar("jfla_ta
 def interpret() -> Iterator[None]:
     """Inside, implementation="pallas" runs in Pallas' interpret mode, on any device, with race detection: for tests.
 
+    **Raises:** calls raise `RuntimeError` when JAX has fewer CPU threads than a kernel has warpgroups, at most 4. With
+    `XLA_FLAGS=--xla_force_host_platform_device_count=4`, set before JAX starts, it has enough on any machine.
+
     >>> import jax, jfla
     >>> with jfla.pallas.interpret():
     ...     jfla.pallas.interpreting()

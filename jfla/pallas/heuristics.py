@@ -66,7 +66,7 @@ def schedule(
     op: Op, dims: Dims, num_sms: int = HOPPER_SMS, smem_bytes: int = HOPPER_SMEM_BYTES
 ) -> Schedule:
     """The schedule of a chunked call."""
-    overlap_v_block, overlap_ctas = overlap(op, dims, num_sms)
+    overlap_v_block, overlap_ctas = overlap_schedule(op, dims, num_sms)
     return Schedule(
         num_sms=num_sms,
         smem_bytes=smem_bytes,
@@ -103,7 +103,7 @@ _INTRA_US = {False: (5.6, 7.2), True: (11.0, 10.8)}
 _SCAN_US = {64: 1.25, 128: 1.7}
 
 
-def overlap(op: Op, dims: Dims, num_sms: int) -> tuple[int, int]:
+def overlap_schedule(op: Op, dims: Dims, num_sms: int) -> tuple[int, int]:
     """(v_block of the scan, CTAs of the intra-chunk kernel beside it); 0 CTAs: it runs before the scan.
 
     Overlap pays while the scan leaves many multiprocessors idle, unless time is split or all chunks fit in one wave.

@@ -71,14 +71,15 @@ def _wrong_dtype(inputs: Inputs, *taken: Any) -> str | None:
 def target_of(inputs: Inputs) -> Target | jax.Device:
     """The GPU of `compiling_for`, or the device on which the call runs.
 
-    That is where its data is, or the default device for what is traced or only described.
+    That is where its data is, or the default device for what is free to move or only described. What is traced runs
+    where it will be lowered for, which may be a GPU if this process has one.
     """
-    described = target()
-    if described is not None:
-        return described
-    device = placed_on(inputs)
-    if device is not None:
-        return device
+    placed = target() or placed_on(inputs)
+    if placed is not None:
+        return placed
+    if is_traced(inputs):
+        gpus = (device for device in jax.local_devices() if device.platform == "gpu")
+        return next(gpus, jax.local_devices()[0])
     default = jax.config.jax_default_device
     if isinstance(default, jax.Device):
         return default
@@ -90,8 +91,13 @@ def placed_on(inputs: Inputs) -> jax.Device | None:
     for x in jax.tree.leaves(inputs):
         if isinstance(x, Tracer) or not getattr(x, "committed", False):
             continue
-        return min(x.sharding.device_set, key=lambda d: d.id)
+        devices: set[jax.Device] = x.sharding.device_set
+        return min(devices, key=_device_id)
     return None
+
+
+def _device_id(device: jax.Device) -> int:
+    return device.id
 
 
 def is_traced(inputs: Inputs) -> bool:
@@ -101,9 +107,10 @@ def is_traced(inputs: Inputs) -> bool:
 
 def unsupported_target(device: Target | jax.Device) -> str | None:
     """None, or why there are no kernels for this device."""
-    if isinstance(device, jax.Device) and device.platform != "gpu":
+    platform = getattr(device, "platform", "gpu")
+    if platform != "gpu":
         return (
-            f"the device is a {device.platform.upper()}; "
+            f"the device is a {platform.upper()}; "
             "the kernels run on GPUs of compute capability 9.0 (Hopper)"
         )
     capability = str(getattr(device, "compute_capability", None))
@@ -117,11 +124,9 @@ def unsupported_target(device: Target | jax.Device) -> str | None:
 
 def num_sms(inputs: Inputs) -> int:
     """Multiprocessors of the GPU on which the call runs; those of an H200 where there is none."""
-    device = target_of(inputs)
+    device: Any = target_of(inputs)
     if isinstance(device, Target):
         return device.num_sms
-    return (
-        int(getattr(device, "core_count", None) or HOPPER_SMS)
-        if device.platform == "gpu"
-        else HOPPER_SMS
-    )
+    if device.platform != "gpu":
+        return HOPPER_SMS
+    return int(getattr(device, "core_count", None) or HOPPER_SMS)

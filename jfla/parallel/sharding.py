@@ -1,4 +1,4 @@
-"""Meshes with explicit axes: sharding in types at the boundary of an op, the compiler's partitioner inside (auto_axes)."""
+"""Meshes with explicit axes: sharding in types at an op's boundary, the compiler's partitioner inside (auto_axes)."""
 
 import functools
 from collections.abc import Callable
@@ -10,22 +10,22 @@ from jax.sharding import PartitionSpec as P
 
 from jfla.types import DeltaRuleOutput, Inputs, Options
 
-Apply = Callable[[Inputs, Options], DeltaRuleOutput]
+Run = Callable[..., DeltaRuleOutput]  # of Inputs, Options and other static arguments
 
 
-def compiler_partitioned(apply: Apply) -> Apply:
-    """`apply`, partitioned by JAX's compiler inside even where mesh axes are explicit (`AxisType.Explicit`).
+def compiler_partitioned(run: Run) -> Run:
+    """`run`, partitioned by JAX's compiler inside even where mesh axes are explicit (`AxisType.Explicit`).
 
     Rows and heads do not see each other: there is nothing that a caller could say about the layout of what is in
     between. The output is laid out as v, the final state (every token's, too) as the initial one, or along v's rows and
     heads.
     """
 
-    @functools.wraps(apply)
-    def run(inputs: Inputs, options: Options) -> DeltaRuleOutput:
+    @functools.wraps(run)
+    def partitioned(inputs: Inputs, options: Options, *static: Any) -> DeltaRuleOutput:
         mesh = _explicit_mesh(inputs)
         if mesh is None:
-            return apply(inputs, options)
+            return run(inputs, options, *static)
         output = jax.typeof(inputs.v).sharding.spec
         state = P(output[0], *([None] * options.per_segment_state), output[2])
         if inputs.initial_state is not None:
@@ -33,13 +33,15 @@ def compiler_partitioned(apply: Apply) -> Apply:
         if options.return_states:
             state = P(state[0], None, *state[1:])
         layout: Any = (output, state if options.return_final_state else None)
-        inside: Any = jax.sharding.auto_axes(
-            lambda inputs: tuple(apply(inputs, options)), out_sharding=layout
-        )
-        with jax.sharding.use_abstract_mesh(mesh):
-            return DeltaRuleOutput(*inside(inputs))
 
-    return run
+        def inside(inputs: Inputs) -> tuple[Any, ...]:
+            return tuple(run(inputs, options, *static))
+
+        auto: Any = jax.sharding.auto_axes(inside, out_sharding=layout)
+        with jax.sharding.use_abstract_mesh(mesh):
+            return DeltaRuleOutput(*auto(inputs))
+
+    return partitioned
 
 
 def _explicit_mesh(inputs: Inputs) -> AbstractMesh | None:

@@ -75,8 +75,8 @@ def state_scan(x: ChunkInputs, initial: Carried, qk: DecayedQK, pairs: Pairs) ->
         return write_state(carried, slot, end), (state, error, v_new)
 
     xs = (qk.k_from_start, qk.k_to_end, qk.chunk_decay, x.v, x.beta, pairs.inverse, x.slot)
-    final, scanned = lax.scan(chunk, initial, xs)
-    return StatesAndValues(*scanned, final)
+    final, (states, error, v_new) = lax.scan(chunk, initial, xs)
+    return StatesAndValues(states, error, v_new, final)
 
 
 def outputs(qk: DecayedQK, pairs: Pairs, states: States, v_new: Values) -> Values:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from jfla._inputs.canonicalize import without_padding
 from jfla._inputs.chunking import ChunkInputs, prepare_chunks, to_chunks, to_tokens
 from jfla.gates import NORM_EPSILON, at_least_f32, l2norm
 from jfla.stages import QK, ChunkGrads, DecayedQK, FactoredQK, IntraChunk, ScanResults
@@ -26,8 +27,7 @@ def intra(inputs: Inputs, options: Options) -> tuple[QK, IntraChunk]:
 
 def _factored_qk(inputs: Inputs, options: Options, x: ChunkInputs) -> FactoredQK:
     """What multiplies every row of q and k as the caller passed them: decay, scale and 1 / norm."""
-    tail = -inputs.q.shape[1] % CHUNK
-    q, k = (jnp.pad(a, ((0, 0), (0, tail), (0, 0), (0, 0))) for a in (inputs.q, inputs.k))
+    q, k = (_whole_chunks(a, inputs) for a in (inputs.q, inputs.k))
     ones = x._replace(q=jnp.full_like(x.q, options.scale), k=jnp.ones_like(x.k))
     decays = forward.decayed_qk(ones)
     rows = [a[..., 0] for a in (decays.q_from_start, decays.k_from_start, decays.k_to_end)]
@@ -50,10 +50,10 @@ def output_scan(
 ) -> tuple[Float[Array, "B T HV V"], Float[Array, "B HV K V"]]:
     """The output and the final state."""
     x, initial = _folded_chunks(inputs, options)
-    qk = _chunks_first(_expanded(qk))
-    pairs = forward.Pairs(*_chunks_first(pairs))
-    states, _, v_new, final = forward.state_scan(x, initial, qk, pairs)
-    return to_tokens(forward.outputs(qk, pairs, states, v_new)), final[:, 0]
+    decayed = _chunks_first(_expanded(qk))
+    folded = _folded_pairs(pairs)
+    states, _, v_new, final = forward.state_scan(x, initial, decayed, folded)
+    return to_tokens(forward.outputs(decayed, folded, states, v_new)), final[:, 0]
 
 
 def backward_scans(
@@ -66,10 +66,10 @@ def backward_scans(
 ) -> tuple[ScanResults, Float[Array, "B HV K V"]]:
     """States, their cotangents, v_new and dv; and the cotangent of the initial state."""
     x, initial = _folded_chunks(inputs, options)
-    qk = _chunks_first(_expanded(qk))
-    pairs = forward.Pairs(*_chunks_first(pairs))
-    states, _, v_new, _ = forward.state_scan(x, initial, qk, pairs)
-    reverse = backward.dstate_scan(x, d_final[:, None], qk, pairs, to_chunks(do))
+    decayed = _chunks_first(_expanded(qk))
+    folded = _folded_pairs(pairs)
+    states, _, v_new, _ = forward.state_scan(x, initial, decayed, folded)
+    reverse = backward.dstate_scan(x, d_final[:, None], decayed, folded, to_chunks(do))
     scans = ScanResults(
         states=_chunks_third(states).mT,
         dstates=_chunks_third(reverse.dstates).mT,
@@ -98,24 +98,31 @@ def chunk_grads(inputs: Inputs, options: Options, scans: ScanResults) -> ChunkGr
 def _through_norms(inputs: Inputs, options: Options, dq: Array, dk: Array) -> tuple[Array, Array]:
     """Cotangents of q and k as the caller passed them, for every value head."""
     group = inputs.v.shape[2] // inputs.q.shape[2]
-    tail = -inputs.q.shape[1] % CHUNK
-
-    def per_value_head(x: Array) -> Array:
-        return jnp.pad(jnp.repeat(x, group, axis=2), ((0, 0), (0, tail), (0, 0), (0, 0)))
 
     def elementwise(q: Array, k: Array) -> tuple[Array, Array]:
         if options.qk_norm:
             q, k = l2norm(q), l2norm(k)
         return q * options.scale, k
 
-    q, k = (per_value_head(x).astype(dq.dtype) for x in (inputs.q, inputs.k))
+    q, k = (_whole_chunks(x, inputs).astype(dq.dtype) for x in (inputs.q, inputs.k))
+    q, k = (jnp.repeat(x, group, axis=2) for x in (q, k))
     return jax.vjp(elementwise, q, k)[1]((dq, dk))
+
+
+def _whole_chunks(x: Float[Array, "B T H K"], inputs: Inputs) -> Float[Array, "B T_whole H K"]:
+    """q or k as the caller passed it, 0 on padding and in the tail of the last chunk."""
+    tail = -x.shape[1] % CHUNK
+    return jnp.pad(without_padding(x, inputs.segment_ids), ((0, 0), (0, tail), (0, 0), (0, 0)))
 
 
 def _folded_chunks(inputs: Inputs, options: Options) -> tuple[ChunkInputs, forward.Carried]:
     """Chunks with a beta of 1: it is in a_inv."""
     x, initial = prepare_chunks(inputs, options)
     return x._replace(beta=jnp.ones_like(x.beta)), initial
+
+
+def _folded_pairs(pairs: IntraChunk) -> forward.Pairs:
+    return forward.Pairs(*_chunks_first(pairs))
 
 
 def _expanded(qk: QK) -> DecayedQK:

@@ -51,9 +51,13 @@ def test_values_and_gradients_are_finite(kind, dtype):
     with jax.enable_x64(dtype == "float64"):
         a_log, x = (jnp.asarray(a, dtype) for a in np.meshgrid(rates, INPUTS, indexing="ij"))
         for bias in (-1e4, 0.0, 1e4):
-            results = run(a_log[:, 0].astype(parameter_dtype), jnp.full(len(rates), bias, parameter_dtype), x)
+            results = run(
+                a_log[:, 0].astype(parameter_dtype), jnp.full(len(rates), bias, parameter_dtype), x
+            )
             assert results[0].dtype == ("float64" if dtype == "float64" else "float32")
-            assert all(np.isfinite(np.asarray(a, np.float64)).all() for a in jax.tree.leaves(results)), bias
+            assert all(
+                np.isfinite(np.asarray(a, np.float64)).all() for a in jax.tree.leaves(results)
+            ), bias
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -73,9 +77,16 @@ def test_low_precision_inputs_are_computed_and_summed_in_float32(kind, bias):
 
     got = run(parameters, x, jnp.float32(cotangent))
     upcast = run(parameters, x.astype(jnp.float32), jnp.float32(cotangent))
-    assert all(a.dtype == jnp.float32 and (np.asarray(a) == np.asarray(b)).all() for a, b in zip(got, upcast))
+    assert all(
+        a.dtype == jnp.float32 and (np.asarray(a) == np.asarray(b)).all()
+        for a, b in zip(got, upcast)
+    )
     with jax.enable_x64(True):
-        want = run([p.astype(jnp.float64) for p in parameters], x.astype(jnp.float64), jnp.float64(cotangent))
+        want = run(
+            [p.astype(jnp.float64) for p in parameters],
+            x.astype(jnp.float64),
+            jnp.float64(cotangent),
+        )
     for a, b in zip(got, want):
         assert np.linalg.norm(np.asarray(a) - np.asarray(b)) <= 2e-6 * np.linalg.norm(b)
 
@@ -111,7 +122,9 @@ def test_gradients_follow_the_formula_far_into_the_tail():
 def test_sigmoid_gate_defaults():
     x = jnp.linspace(-3, 3, 7).reshape(1, 7, 1)
     np.testing.assert_allclose(jfla.SigmoidGate()(x), -5 * jax.nn.sigmoid(x), rtol=1e-6)
-    np.testing.assert_allclose(jfla.SigmoidGate(lower_bound=-2.0)(x), -2 * jax.nn.sigmoid(x), rtol=1e-6)
+    np.testing.assert_allclose(
+        jfla.SigmoidGate(lower_bound=-2.0)(x), -2 * jax.nn.sigmoid(x), rtol=1e-6
+    )
     assert jax.tree.leaves(jfla.SigmoidGate(lower_bound=-2.0)) == []
     assert len(jax.tree.leaves(jfla.SoftplusGate(jnp.zeros(1), jnp.zeros(1)))) == 2
 
@@ -128,6 +141,8 @@ def test_write_strength_and_l2norm():
     np.testing.assert_allclose(write_strength(logits, 2.0), [2 * np.exp(-40.0), 1, 2], rtol=1e-6)
     x = jnp.array([[0.0, 0.0], [3.0, 4.0], [1e-3, 0.0]], jnp.bfloat16)
     wide = np.asarray(x, np.float64)
-    np.testing.assert_allclose(l2norm(x), wide / np.sqrt((wide**2).sum(-1, keepdims=True) + 1e-6), rtol=1e-6)
+    np.testing.assert_allclose(
+        l2norm(x), wide / np.sqrt((wide**2).sum(-1, keepdims=True) + 1e-6), rtol=1e-6
+    )
     assert l2norm(x).dtype == jnp.float32
     np.testing.assert_array_equal(jax.grad(lambda x: l2norm(x).sum())(jnp.zeros((1, 2))), 1e3)

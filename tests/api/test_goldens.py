@@ -2,10 +2,10 @@
 
 import functools
 
-import goldens
 import jax
 import jax.numpy as jnp
 import pytest
+from support import goldens
 
 import jfla
 
@@ -19,10 +19,18 @@ def limit(name: str, array: str) -> float:
 
 def check(name: str, results: dict, arrays: dict, expected: set[str]) -> None:
     assert results.keys() == expected
-    errors = {array: goldens.rms_error(x, arrays[array]) for array, x in results.items() if array in arrays}
-    wrong = {array: (e, limit(name, array)) for array, e in errors.items() if not e <= limit(name, array)}
+    errors = {
+        array: goldens.rms_error(x, arrays[array])
+        for array, x in results.items()
+        if array in arrays
+    }
+    wrong = {
+        array: (e, limit(name, array)) for array, e in errors.items() if not e <= limit(name, array)
+    }
     assert not wrong
-    assert errors.keys() == goldens.TOLERANCES[name].keys()  # nothing that the golden stores went unread
+    assert (
+        errors.keys() == goldens.TOLERANCES[name].keys()
+    )  # nothing that the golden stores went unread
 
 
 @pytest.mark.parametrize("form", ["chunk", "recurrent"])
@@ -39,7 +47,9 @@ def test_outputs_and_gradients(name, form):
 def test_outputs_of_the_undecorated_chunked_form(name):
     arrays, options = goldens.load(name)
     op = getattr(jfla.reference, f"chunk_{options['op']}")
-    run = jax.jit(lambda arrays: goldens.run(op, goldens.differentiable(arrays, options), arrays, options))
+    run = jax.jit(
+        lambda arrays: goldens.run(op, goldens.differentiable(arrays, options), arrays, options)
+    )
     out = run(arrays)
     for array, x in (("o", out.output), ("final_state", out.final_state)):
         assert goldens.rms_error(x, arrays[array]) <= limit(name, array)

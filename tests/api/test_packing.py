@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import Config, Style, draw
+from support.cases import Config, Style, draw
 
 from jfla import segment_ids_from_cu_seqlens
 from jfla.packing import align, starts, take_rows
@@ -27,7 +27,10 @@ from jfla.packing import align, starts, take_rows
 def test_segment_ids_from_cu_seqlens(cu_seqlens, total, want):
     for given in (cu_seqlens, np.array(cu_seqlens), jnp.array(cu_seqlens, jnp.uint8)):
         with_jit = jax.jit(segment_ids_from_cu_seqlens, static_argnums=1)
-        for ids in (segment_ids_from_cu_seqlens(jnp.asarray(given), total), with_jit(jnp.asarray(given), total)):
+        for ids in (
+            segment_ids_from_cu_seqlens(jnp.asarray(given), total),
+            with_jit(jnp.asarray(given), total),
+        ):
             assert ids.dtype == jnp.int32
             np.testing.assert_array_equal(ids, [want])
 
@@ -75,7 +78,9 @@ def test_starts():
 
 def test_take_rows_reads_zero_out_of_range():
     x = jnp.arange(1.0, 7.0).reshape(1, 3, 2)
-    np.testing.assert_array_equal(take_rows(x, jnp.array([[2, 3, 0, 7]])), [[[5, 6], [0, 0], [1, 2], [0, 0]]])
+    np.testing.assert_array_equal(
+        take_rows(x, jnp.array([[2, 3, 0, 7]])), [[[5, 6], [0, 0], [1, 2], [0, 0]]]
+    )
 
 
 @pytest.mark.parametrize(
@@ -92,7 +97,9 @@ def test_align_puts_every_segment_on_chunks_of_its_own(time, segments, chunk):
             real = source[row] < time
             # Every token is there once, in order, in a chunk of its own segment, and finds its way back.
             np.testing.assert_array_equal(source[row][real], np.flatnonzero(ids[row]))
-            np.testing.assert_array_equal(ids[row][source[row][real]], segment[row].repeat(chunk)[real] + 1)
+            np.testing.assert_array_equal(
+                ids[row][source[row][real]], segment[row].repeat(chunk)[real] + 1
+            )
             np.testing.assert_array_equal(target[row][ids[row] > 0], np.flatnonzero(real))
             assert (target[row][ids[row] == 0] >= len(source[row])).all()
             # A segment begins on a boundary, and only its last chunk is not full.

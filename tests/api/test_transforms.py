@@ -8,18 +8,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import Config, Style, call, compiled, draw, error, slope
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.test_util import check_grads
+from support.cases import Config, Style, call, compiled, draw, error, slope
 
 import jfla
 
 CONFIG = Config(
-    batch=2, time=70, heads=4, group=2, gate="softplus", qk_norm=True, state=True, final=True, dtype="float32"
+    batch=2,
+    time=70,
+    heads=4,
+    group=2,
+    gate="softplus",
+    qk_norm=True,
+    state=True,
+    final=True,
+    dtype="float32",
 )
 OPS = pytest.mark.parametrize("op", ["kda", "gdn"])
 NAMED = jax.checkpoint_policies.save_only_these_names("jfla_a_qk", "jfla_inverse")
-COLLECTIVES = re.compile(r"all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter|collective-broadcast")
+COLLECTIVES = re.compile(
+    r"all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter|collective-broadcast"
+)
 
 
 def make(config: Config, seed: int = 0):
@@ -38,7 +48,16 @@ def assert_close(got, want, tolerance=2e-6):
 @pytest.mark.parametrize(("op", "segments"), [("kda", None), ("gdn", 3)])
 def test_vmap_is_a_loop(op, segments):
     """Over every argument at once, segment ids and the gate's parameters too; values and gradients."""
-    config = Config(op, batch=1, time=66, gate="softplus", state=True, final=True, segments=segments, dtype="float32")
+    config = Config(
+        op,
+        batch=1,
+        time=66,
+        gate="softplus",
+        state=True,
+        final=True,
+        segments=segments,
+        dtype="float32",
+    )
     calls = [make(config, seed) for seed in range(3)]
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *calls)
     got = jax.jit(jax.vmap(compiled(config, "chunk")))(*stacked)
@@ -70,13 +89,19 @@ def test_remat_keeps_what_the_policy_names_and_changes_no_number(op, capsys):
     def matmuls(f) -> int:
         return str(jax.make_jaxpr(jax.grad(f))(x)).count("dot_general")
 
-    kept, nothing = (jax.checkpoint(loss, policy=p) for p in (NAMED, jax.checkpoint_policies.nothing_saveable))
+    kept, nothing = (
+        jax.checkpoint(loss, policy=p) for p in (NAMED, jax.checkpoint_policies.nothing_saveable)
+    )
     jax.ad_checkpoint.print_saved_residuals(kept, x)
-    computed = [line for line in capsys.readouterr().out.splitlines() if "from the argument" not in line]
+    computed = [
+        line for line in capsys.readouterr().out.splitlines() if "from the argument" not in line
+    ]
     assert [line.split()[0] for line in computed] == ["f32[2,2,8,64,64]"] * 2  # [N, B, HV, C, C]
     assert matmuls(kept) < matmuls(nothing)  # A_qk and the inverse are not made a second time
     if op == "gdn":
-        assert_close(jax.jit(jax.grad(kept))(x), jax.jit(jax.grad(lambda x: loss(x, "recurrent")))(x), 5e-6)
+        assert_close(
+            jax.jit(jax.grad(kept))(x), jax.jit(jax.grad(lambda x: loss(x, "recurrent")))(x), 5e-6
+        )
 
 
 @OPS
@@ -100,7 +125,11 @@ def sharded(config: Config, ids, check_vma: bool):
     tokens, state = PartitionSpec("b", None, "h"), PartitionSpec("b", "h")
     per_segment = tokens if config.segments else state
     specs = {name: tokens for name in ("q", "k", "v", "g", "beta")}
-    specs |= {"a_log": PartitionSpec("h"), "dt_bias": PartitionSpec("h"), "initial_state": per_segment}
+    specs |= {
+        "a_log": PartitionSpec("h"),
+        "dt_bias": PartitionSpec("h"),
+        "initial_state": per_segment,
+    }
     x_specs = {name: specs[name] for name in draw(config, Style())[0]}
     out_specs = jfla.DeltaRuleOutput(tokens, per_segment if config.final else None)
 
@@ -121,7 +150,9 @@ SHARDED = [
 
 
 @pytest.mark.parametrize(("config", "check_vma", "collectives"), SHARDED, ids=str)
-def test_shard_map_gives_the_numbers_of_one_device_without_a_collective(config, check_vma, collectives):
+def test_shard_map_gives_the_numbers_of_one_device_without_a_collective(
+    config, check_vma, collectives
+):
     if jax.device_count() < 8:
         pytest.skip("needs 8 devices")
     x, ids, cotangents = make(config)
@@ -145,7 +176,12 @@ def test_shard_map_of_the_reference_from_a_state_of_zeros(form):
     config = dataclasses.replace(CONFIG, op="gdn", gate=None, state=False, final=False)
     x, _, _ = make(config)
     tokens = PartitionSpec("b", None, "h")
-    f = jax.shard_map(lambda x: call(config, form, x, None).output, mesh=mesh, in_specs=(tokens,), out_specs=tokens)
+    f = jax.shard_map(
+        lambda x: call(config, form, x, None).output,
+        mesh=mesh,
+        in_specs=(tokens,),
+        out_specs=tokens,
+    )
     assert_close(jax.jit(f)(x), call(config, form, x, None).output)
 
 
@@ -161,7 +197,10 @@ def test_shard_map_over_value_heads_that_share_a_query():
     out_specs = {"output": heads, "final_state": PartitionSpec(None, "h")}
     local = dataclasses.replace(config, group=1)
     f = jax.shard_map(
-        lambda x: call(local, "chunk", x, None)._asdict(), mesh=mesh, in_specs=(specs,), out_specs=out_specs
+        lambda x: call(local, "chunk", x, None)._asdict(),
+        mesh=mesh,
+        in_specs=(specs,),
+        out_specs=out_specs,
     )
 
     @jax.jit
@@ -172,7 +211,9 @@ def test_shard_map_over_value_heads_that_share_a_query():
     assert_close(run(x, cotangents), compiled(config, "recurrent")(x, ids, cotangents), 5e-6)
 
 
-@pytest.mark.parametrize(("op", "form", "segments"), [("gdn", "chunk", None), ("kda", "recurrent", 3)])
+@pytest.mark.parametrize(
+    ("op", "form", "segments"), [("gdn", "chunk", None), ("kda", "recurrent", 3)]
+)
 def test_jit_of_sharded_arrays_needs_no_collective(op, form, segments):
     if jax.device_count() < 8:
         pytest.skip("needs 8 devices")
@@ -183,12 +224,22 @@ def test_jit_of_sharded_arrays_needs_no_collective(op, form, segments):
 
     def place(arrays):
         spec = {name: state if name.endswith("state") else ("b", None, "h") for name in arrays}
-        return {name: jax.device_put(a, NamedSharding(mesh, PartitionSpec(*spec[name]))) for name, a in arrays.items()}
+        return {
+            name: jax.device_put(a, NamedSharding(mesh, PartitionSpec(*spec[name])))
+            for name, a in arrays.items()
+        }
 
-    placed = place(x), None if ids is None else jax.device_put(ids, NamedSharding(mesh, PartitionSpec("b")))
+    placed = (
+        place(x),
+        None if ids is None else jax.device_put(ids, NamedSharding(mesh, PartitionSpec("b"))),
+    )
     executable = compiled(config, form).lower(*placed, place(cotangents)).compile()
     assert not COLLECTIVES.findall(executable.as_text())
-    assert_close(executable(*placed, place(cotangents)), compiled(config, "recurrent")(x, ids, cotangents), 5e-6)
+    assert_close(
+        executable(*placed, place(cotangents)),
+        compiled(config, "recurrent")(x, ids, cotangents),
+        5e-6,
+    )
 
 
 @pytest.mark.parametrize(
@@ -212,11 +263,15 @@ def test_explicit_mesh_axes(form, changes):
         return NamedSharding(mesh, PartitionSpec(*spec, *[None] * (a.ndim - len(spec))))
 
     place = lambda arrays: {name: jax.device_put(a, layout(name, a)) for name, a in arrays.items()}
-    placed_ids = None if ids is None else jax.device_put(ids, NamedSharding(mesh, PartitionSpec("b")))
+    placed_ids = (
+        None if ids is None else jax.device_put(ids, NamedSharding(mesh, PartitionSpec("b")))
+    )
     with jax.set_mesh(mesh):
         got = compiled(config, form)(place(x), placed_ids, place(cotangents))
     assert_close(got, compiled(config, "recurrent")(x, ids, cotangents), 5e-6)
-    assert {name: a.sharding for name, a in got.items()} == {name: layout(name, a) for name, a in got.items()}
+    assert {name: a.sharding for name, a in got.items()} == {
+        name: layout(name, a) for name, a in got.items()
+    }
 
 
 def test_explicit_mesh_axes_without_a_mesh_in_context_and_in_forward_mode():
@@ -238,7 +293,16 @@ def test_explicit_mesh_axes_without_a_mesh_in_context_and_in_forward_mode():
 
 @pytest.mark.parametrize(("op", "form"), [("gdn", "chunk"), ("kda", "recurrent")])
 def test_new_values_compile_nothing(op, form):
-    config = Config(op, time=66, gate="sigmoid", state=True, final=True, segments=3, beta_max=1.0, dtype="float32")
+    config = Config(
+        op,
+        time=66,
+        gate="sigmoid",
+        state=True,
+        final=True,
+        segments=3,
+        beta_max=1.0,
+        dtype="float32",
+    )
     calls = [make(config, seed) for seed in range(3)]
     compiles = []
 
@@ -256,7 +320,11 @@ def test_new_values_compile_nothing(op, form):
             run(x, ids)
         assert not compiles
         run(
-            {name: a[:1] if name not in ("a_log", "dt_bias") else a for name, a in calls[0][0].items()}, calls[0][1][:1]
+            {
+                name: a[:1] if name not in ("a_log", "dt_bias") else a
+                for name, a in calls[0][0].items()
+            },
+            calls[0][1][:1],
         )
         assert compiles  # a new shape does compile: the listener hears it
     finally:
@@ -269,7 +337,9 @@ def test_new_values_compile_nothing(op, form):
 def scalar(config: Config, form: str, cotangents):
     def loss(x):
         out = call(config, form, x, None)
-        return jnp.sum(out.output * cotangents["output"]) + jnp.sum(out.final_state * cotangents["final_state"])
+        return jnp.sum(out.output * cotangents["output"]) + jnp.sum(
+            out.final_state * cotangents["final_state"]
+        )
 
     return loss
 
@@ -277,7 +347,17 @@ def scalar(config: Config, form: str, cotangents):
 @pytest.mark.parametrize(("op", "mode"), [("kda", "fwd"), ("gdn", "rev")])
 def test_second_derivatives_of_the_recurrence_against_finite_differences(op, mode):
     """Forward over reverse and reverse over reverse."""
-    config = Config(op, batch=1, time=3, key_dim=2, value_dim=2, gate="softplus", qk_norm=True, state=True, final=True)
+    config = Config(
+        op,
+        batch=1,
+        time=3,
+        key_dim=2,
+        value_dim=2,
+        gate="softplus",
+        qk_norm=True,
+        state=True,
+        final=True,
+    )
     with jax.enable_x64(True):
         x, _, cotangents = draw(config, Style(1))
         x = jax.tree.map(jnp.asarray, x)

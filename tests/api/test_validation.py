@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jfla
-from jfla.decay import sum_before
+from jfla.xla.running_sums import sum_before
 
 OPS = [jfla.chunk_kda, jfla.chunk_gdn, jfla.recurrent_kda, jfla.recurrent_gdn]
 B, T, H, HV, K, V, S = 2, 6, 2, 4, 3, 5, 3
@@ -28,7 +28,13 @@ def is_kda(op) -> bool:
 def good(op) -> dict:
     """The array arguments of a call that works."""
     g = -ones(B, T, HV, K) if is_kda(op) else -ones(B, T, HV)
-    return {"q": ones(B, T, H, K), "k": ones(B, T, H, K), "v": ones(B, T, HV, V), "g": g, "beta": ones(B, T, HV)}
+    return {
+        "q": ones(B, T, H, K),
+        "k": ones(B, T, H, K),
+        "v": ones(B, T, HV, V),
+        "g": g,
+        "beta": ones(B, T, HV),
+    }
 
 
 def call(op, **changes):
@@ -139,9 +145,17 @@ def test_every_rule_has_its_error(op):
 def test_the_gate_has_the_shape_of_its_op(op):
     per_token, letters = ((HV, K), "HV, K") if is_kda(op) else ((HV,), "HV")
     shape = f"= [{', '.join(map(str, (B, T, *per_token)))}]"
-    for g in (ones(B, T, HV, K), ones(B, T, HV), ones(B, T, HV, 1), ones(B, T, H, K), ones(B, T, HV, V)):
+    for g in (
+        ones(B, T, HV, K),
+        ones(B, T, HV),
+        ones(B, T, HV, 1),
+        ones(B, T, H, K),
+        ones(B, T, HV, V),
+    ):
         if g.shape != (B, T, *per_token):
-            with pytest.raises(ValueError, match=re.escape(f"g must be [B, T, {letters}] {shape}, got")):
+            with pytest.raises(
+                ValueError, match=re.escape(f"g must be [B, T, {letters}] {shape}, got")
+            ):
                 call(op, g=g)
     for bias in (ones(HV), ones(HV, K), ones(HV * K), ones(1)):
         if bias.shape != per_token:
@@ -179,7 +193,9 @@ def test_values_of_segment_ids_are_the_callers_word_under_transformations(op):
 def test_pallas_by_name_says_why_it_cannot_and_none_chooses_xla(op):
     if jax.default_backend() != "cpu":
         pytest.skip("about machines without a GPU")
-    with pytest.raises(NotImplementedError, match=r'implementation="pallas" cannot take this call: \w+'):
+    with pytest.raises(
+        NotImplementedError, match=r'implementation="pallas" cannot take this call: \w+'
+    ):
         call(op, implementation="pallas")
     assert isinstance(jfla.pallas.supported(*good(op).values()), str)
     chosen, named = call(op), call(op, implementation="xla")
@@ -196,7 +212,9 @@ def test_what_numpy_and_python_hold_is_taken(op):
              implementation="xla")  # fmt: skip
     want = call(op, gate=jfla.SoftplusGate(jnp.zeros(HV)), segment_ids=jnp.array(IDS), initial_state=STATES, scale=0.5,
                 beta_max=1.0, return_final_state=True, implementation="xla")  # fmt: skip
-    assert out.output.dtype == out.final_state.dtype == jnp.float32  # float64 without x64 is float32, as all over JAX
+    assert (
+        out.output.dtype == out.final_state.dtype == jnp.float32
+    )  # float64 without x64 is float32, as all over JAX
     for a, b in zip(out, want):
         np.testing.assert_array_equal(a, b)
 
@@ -205,13 +223,40 @@ def test_what_numpy_and_python_hold_is_taken(op):
 def test_the_reference_checks_its_arguments_too(op):
     with pytest.raises(ValueError, match="k must be"):
         op(ones(B, T, H, K), ones(B, T, H, V), ones(B, T, HV, V), ones(B, T, HV, K), ones(B, T, HV))
-    with pytest.raises(ValueError, match=r'implementation must be None or "xla" in jfla\.reference, got "pallas"'):
+    with pytest.raises(
+        ValueError, match=r'implementation must be None or "xla" in jfla\.reference, got "pallas"'
+    ):
         op(**good(jfla.chunk_kda), implementation="pallas")
     with pytest.raises(TypeError, match="chunk_size"):
-        op(ones(B, T, H, K), ones(B, T, H, K), ones(B, T, HV, V), ones(B, T, HV, K), ones(B, T, HV), chunk_size=32)
+        op(
+            ones(B, T, H, K),
+            ones(B, T, H, K),
+            ones(B, T, HV, V),
+            ones(B, T, HV, K),
+            ones(B, T, HV),
+            chunk_size=32,
+        )
 
 
 def test_running_sums_take_powers_of_two():
     """They go by halves."""
     with pytest.raises(ValueError, match="chunk=40 must be a power of two"):
         sum_before(jnp.zeros((40, 1)))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_numpy_arrays_of_the_other_byte_order_have_their_values(op):
+    rng = np.random.default_rng(0)
+    arrays = {name: rng.uniform(-1, 0, x.shape).astype("float32") for name, x in good(op).items()}
+    arrays |= {"initial_state": rng.uniform(-1, 1, STATES.shape).astype("float32")}
+    arrays |= {"segment_ids": np.array(IDS, "int32"), "a_log": np.ones(HV, "float32")}
+
+    def run(arrays):
+        gate = softplus(arrays["a_log"], None)
+        rest = {name: x for name, x in arrays.items() if name != "a_log"}
+        return op(**rest, gate=gate, return_final_state=True)
+
+    swapped = {name: x.astype(x.dtype.newbyteorder()) for name, x in arrays.items()}
+    assert not any(x.dtype.isnative for x in swapped.values())
+    for got, want in zip(run(swapped), run(arrays)):
+        np.testing.assert_array_equal(got, want)

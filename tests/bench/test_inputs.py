@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jfla.bench import inputs
-from jfla.bench.cost import cost
-from jfla.bench.shapes import OPS, PASSES, SETS, Case, Shape, cases, chosen
+from benchmarks import inputs
+from benchmarks.cost import cost
+from benchmarks.shapes import OPS, PASSES, SETS, Case, Shape, cases, chosen
 
 TINY = Shape(2, 128, 1, 16, value_heads=2)
 
@@ -18,11 +18,15 @@ def test_every_shape_has_a_name_of_its_own():
 
 
 def test_the_named_sets_hold_what_they_are_named_for():
-    assert SETS["fla823"] == tuple(Shape(16, time, 8, 256) for time in (256, 512, 1024, 2048, 4096, 8192, 16384))
+    assert SETS["fla823"] == tuple(
+        Shape(16, time, 8, 256) for time in (256, 512, 1024, 2048, 4096, 8192, 16384)
+    )
     assert Shape(1, 8192, 16, value_heads=32) in SETS["paper"]
     packed = {(shape.time, shape.segments, shape.packing) for shape in SETS["packed"]}
     kinds = ("uniform", "random", "skewed")
-    assert packed == {(time, s, kind) for time in (4096, 8192, 16384) for s in (10, 20) for kind in kinds}
+    assert packed == {
+        (time, s, kind) for time in (4096, 8192, 16384) for s in (10, 20) for kind in kinds
+    }
     assert {(shape.batch, shape.heads, shape.dim) for shape in SETS["packed"]} == {(1, 32, 128)}
 
 
@@ -40,7 +44,9 @@ def test_decode_is_measured_once_for_shapes_that_differ_in_time():
 
 def test_decoding_is_all_that_one_token_is_measured_for():
     found = cases(list(SETS["decode"]), ["kda"], list(PASSES), ["strong"])
-    assert [(case.timed, case.shape.batch) for case in found] == [("decode", batch) for batch in (1, 8, 64, 256)]
+    assert [(case.timed, case.shape.batch) for case in found] == [
+        ("decode", batch) for batch in (1, 8, 64, 256)
+    ]
     assert {(case.shape.time, case.shape.heads, case.shape.dim) for case in found} == {(1, 32, 128)}
 
 
@@ -55,11 +61,15 @@ def test_shapes_are_chosen_by_name():
         chosen(["paper"], ["B3"])
 
 
-@pytest.mark.parametrize(("op", "gate"), [("kda", "strong"), ("kda", "mixed"), ("gdn", "weak")])
+@pytest.mark.parametrize(
+    ("op", "gate"), [("kda", "strong"), ("kda", "mixed"), ("gdn", "weak"), ("kda", "sigmoid")]
+)
 def test_inputs_are_unit_keys_bounded_decays_and_never_zeros(op: str, gate: str):
     x = inputs.draw(Case(op, "forward+backward", TINY, gate), 0)
     for name in ("q", "k"):
-        np.testing.assert_allclose(np.linalg.norm(x[name].astype(jnp.float32), axis=-1), 1, atol=1e-2)
+        np.testing.assert_allclose(
+            np.linalg.norm(x[name].astype(jnp.float32), axis=-1), 1, atol=1e-2
+        )
     assert x["q"].shape == (2, 128, 1, 16)
     assert x["v"].shape == x["do"].shape == (2, 128, 2, 16)
     assert x["g"].shape == ((2, 128, 2, 16) if op == "kda" else (2, 128, 2))
@@ -74,13 +84,22 @@ def test_one_channel_of_the_mixed_gate_is_slow():
     assert float(-g[..., 0].mean()) < 1e-2 < 0.1 < float(-g[..., 1:].mean())
 
 
+def test_the_sigmoid_gate_is_that_of_bounded_models():
+    """-5 sigmoid(x): half of the decays are beyond -2.5."""
+    g = inputs.draw(Case("kda", "forward", TINY, "sigmoid"), 0)["g"]
+    assert float(jnp.mean(g < -2.5)) == pytest.approx(0.5, abs=0.05)
+    assert float(g.min()) < -4
+
+
 def test_one_head_of_the_mixed_gate_is_slow_where_there_are_no_channels():
     g = inputs.draw(Case("gdn", "forward", TINY, "mixed"), 0)["g"]
     assert float(-g[..., 0].mean()) < 1e-2 < 0.1 < float(-g[..., 1].mean())
 
 
 def test_all_passes_of_a_shape_have_the_same_inputs():
-    forward, both = (inputs.draw(Case("kda", timed, TINY), 0) for timed in ("forward", "forward+backward"))
+    forward, both = (
+        inputs.draw(Case("kda", timed, TINY), 0) for timed in ("forward", "forward+backward")
+    )
     assert all(jnp.array_equal(forward[name], both[name]) for name in both)
 
 
@@ -102,7 +121,9 @@ def test_packed_lengths_are_positive_and_fill_the_time(packing: str):
 
 
 def test_packed_inputs_say_which_sequence_a_token_is_of():
-    ids = inputs.draw(Case("gdn", "forward", Shape(1, 64, 1, 16, packing="random", segments=4)), 0)["segment_ids"]
+    ids = inputs.draw(Case("gdn", "forward", Shape(1, 64, 1, 16, packing="random", segments=4)), 0)[
+        "segment_ids"
+    ]
     assert sorted(set(np.asarray(ids[0]))) == [1, 2, 3, 4]
 
 

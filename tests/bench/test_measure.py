@@ -8,13 +8,16 @@ import numpy as np
 import pytest
 from jax.profiler import ProfileData
 
+from benchmarks import ceilings, exact, inputs, measure, trace
+from benchmarks.exact import Exact
+from benchmarks.providers import jax_program
+from benchmarks.shapes import Case, Shape
 from jfla import reference
-from jfla.bench import ceilings, exact, inputs, measure, trace
-from jfla.bench.exact import Exact
-from jfla.bench.providers import jax_program
-from jfla.bench.shapes import Case, Shape
 
-RECURRENT = {"kda": reference.recurrent_kda, "gdn": reference.recurrent_gdn}  # quicker to compile than chunks
+RECURRENT = {
+    "kda": reference.recurrent_kda,
+    "gdn": reference.recurrent_gdn,
+}  # quicker to compile than chunks
 GRADIENTS = ("dq", "dk", "dv", "dg", "dbeta")
 PROFILE = """
 planes {
@@ -56,8 +59,13 @@ def test_a_profile_that_is_not_whole_is_no_device_time(monkeypatch: pytest.Monke
     assert profiled([]) is None
     assert profiled(kernels[1:]) is None
     assert profiled(kernels[3:]) is None  # as many events in each run, but not of each call
-    assert profiled([event for event in kernels if event.start % 8e8 != 0]) is None  # the same one in each run
-    assert profiled([event._replace(stop=event.stop + 1e8, name=event.name) for event in kernels[:-1]]) is None
+    assert (
+        profiled([event for event in kernels if event.start % 8e8 != 0]) is None
+    )  # the same one in each run
+    assert (
+        profiled([event._replace(stop=event.stop + 1e8, name=event.name) for event in kernels[:-1]])
+        is None
+    )
     slow = [trace.Event(event.start * 2, event.stop * 2, event.name) for event in kernels]
     assert profiled(slow) is None
 
@@ -82,7 +90,9 @@ def test_times_are_those_of_the_calls():
     assert len(calls) == 4  # one of them warms up
 
 
-@pytest.mark.parametrize(("op", "timed"), [("gdn", "forward"), ("kda", "forward+backward"), ("kda", "decode")])
+@pytest.mark.parametrize(
+    ("op", "timed"), [("gdn", "forward"), ("kda", "forward+backward"), ("kda", "decode")]
+)
 def test_errors_are_roundings_of_the_right_call_and_more_of_a_wrong_one(op: str, timed: str):
     """The output is linear in q: with 1.1 q, a tenth of it and of most gradients is wrong."""
     case = Case(op, timed, Shape(2, 1 if timed == "decode" else 96, 2, 16, value_heads=4))
@@ -92,7 +102,9 @@ def test_errors_are_roundings_of_the_right_call_and_more_of_a_wrong_one(op: str,
     right = compare.errors(case, arrays, program, program.first(program.load(arrays)))
     assert right.keys() == ({"output", *GRADIENTS} if both else {"output", "final_state"})
     assert all(error < 4e-3 for error in right.values()), right
-    wrong = compare.errors(case, arrays, program, program(program.load(arrays | {"q": arrays["q"] * 1.1})))
+    wrong = compare.errors(
+        case, arrays, program, program(program.load(arrays | {"q": arrays["q"] * 1.1}))
+    )
     for name in ("output", "dv", "dk") if both else ("output",):
         assert wrong[name] == pytest.approx(0.1, rel=0.1)
 
@@ -105,7 +117,9 @@ def test_packed_sequences_have_errors_too():
 
 
 @pytest.mark.parametrize("op", ["kda", "gdn"])
-def test_of_long_sequences_the_last_tokens_and_the_final_state_are_compared(op: str, monkeypatch: pytest.MonkeyPatch):
+def test_of_long_sequences_the_last_tokens_and_the_final_state_are_compared(
+    op: str, monkeypatch: pytest.MonkeyPatch
+):
     """They are those of the whole: the tokens before have left their state."""
     case = Case(op, "forward+backward", Shape(1, 128, 1, 16))
     arrays = inputs.draw(case, 0)

@@ -7,20 +7,22 @@ import numpy as np
 import pytest
 
 import jfla
+from benchmarks import inputs, measure, runner
+from benchmarks.ceilings import Ceilings
+from benchmarks.exact import Exact
+from benchmarks.providers import PROVIDERS
+from benchmarks.results import Results, Row
+from benchmarks.shapes import OPS, SETS, Case, Shape
 from jfla import reference
-from jfla.bench import inputs, measure, runner
-from jfla.bench.ceilings import Ceilings
-from jfla.bench.exact import Exact
-from jfla.bench.providers import PROVIDERS
-from jfla.bench.results import Results, Row
-from jfla.bench.shapes import OPS, SETS, Case, Shape
 
 TOKEN = Shape(2, 1, 2, 64)
 
 
 def _row(case: Case, name: str) -> Row:
     record = Results("a CPU", "cpu", "2000-01-02", None, {}, Ceilings(1.0, 1.0), [])
-    return runner._row(case, name, [inputs.draw(case, seed) for seed in (0, 1)], 2, record, Exact(gradients=False))
+    return runner._row(
+        case, name, [inputs.draw(case, seed) for seed in (0, 1)], 2, record, Exact(gradients=False)
+    )
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -39,7 +41,9 @@ def test_decoding_goes_on_from_the_state_it_left_and_writes_over_it(op: str):
     state = recurrent(*main, initial_state=arrays["initial_state"]).final_state
     expected = recurrent(*main, initial_state=state)
     for name, x in expected._asdict().items():
-        np.testing.assert_allclose(second[name].astype("float32"), x.astype("float32"), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(
+            second[name].astype("float32"), x.astype("float32"), rtol=1e-5, atol=1e-6
+        )
 
 
 def test_decoding_has_time_error_and_speed():
@@ -68,8 +72,16 @@ def test_decoding_takes_the_kernel_where_there_is_one(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("case", "name", "reason"),
     [
-        (Case("kda", "forward", Shape(2, 64, 1, 256)), "pallas", "K = 256 with a decay for each channel"),
-        (Case("gdn", "forward+backward", Shape(2, 64, 1, 96)), "pallas", "K = 96; the kernels take"),
+        (
+            Case("kda", "forward", Shape(2, 64, 1, 256)),
+            "pallas",
+            "K = 256 with a decay for each channel",
+        ),
+        (
+            Case("gdn", "forward+backward", Shape(2, 64, 1, 96)),
+            "pallas",
+            "K = 96; the kernels take",
+        ),
         (Case("kda", "scan+output", Shape(2, 64, 1, 96)), "pallas", "K = 96; the kernels take"),
         (Case("kda", "decode", Shape(2, 1, 1, 256)), "pallas", ""),
         (Case("kda", "scan+output", Shape(1, 64, 1, 64)), "xla", "its stages are not kernels"),

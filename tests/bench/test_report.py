@@ -1,16 +1,19 @@
-"""Tables, plot and the README's block: what they show of given results, and that ours are of the newest results."""
+"""Tables, picture and generated pages: what they show of given results, and that ours are of the newest results."""
 
 import dataclasses
+import json
 import pathlib
+import re
 
 import pytest
 from typer.testing import CliRunner
 
-from jfla.bench import plot, readme, report, results
-from jfla.bench.ceilings import Ceilings
-from jfla.bench.measure import Timing
-from jfla.bench.results import Results, Row
-from jfla.bench.shapes import Case, Shape
+from benchmarks import overview, pages, plot, report, results
+from benchmarks.ceilings import Ceilings
+from benchmarks.measure import Timing
+from benchmarks.providers import PROVIDERS
+from benchmarks.results import Results, Row
+from benchmarks.shapes import Case, Shape
 from jfla.cli.app import app
 
 CEILINGS = Ceilings(4.0, 800.0)
@@ -28,10 +31,16 @@ def record() -> Results:
         both = results.timed_row(case, name, _timing(4 * ms), CEILINGS)
         both.errors = {"output": 3e-3, "dq": 4e-3, "dg": 6e-3}
         rows += [forward, both, results.backward_row(case, forward, both, CEILINGS)]
-    rows.append(Row("kda", "forward", str(Shape(1, 65536, 32)), "strong", "fla", refused="out of memory"))
+    rows.append(
+        Row("kda", "forward", str(Shape(1, 65536, 32)), "strong", "fla", refused="out of memory")
+    )
     rows.append(Row("kda", "forward", str(SHAPE), "strong", "cudnn", refused="closed today"))
-    decode = results.timed_row(Case("kda", "decode", Shape(1, 1, 32)), "pallas", _timing(0.01), CEILINGS)
-    return Results("NVIDIA X", "gpu", "2000-01-02", "abc", {"jax": "9.9"}, CEILINGS, [*rows, decode])
+    decode = results.timed_row(
+        Case("kda", "decode", Shape(1, 1, 32)), "pallas", _timing(0.01), CEILINGS
+    )
+    return Results(
+        "NVIDIA X", "gpu", "2000-01-02", "abc", {"jax": "9.9"}, CEILINGS, [*rows, decode]
+    )
 
 
 def _timing(ms: float) -> Timing:
@@ -43,38 +52,50 @@ def test_the_table_has_a_line_for_every_row_and_the_reasons_below(record: Result
     assert lines[0] == "NVIDIA X, 2000-01-02, jax 9.9: copy 4 TB/s, matmul 800 TFLOP/s"
     assert len(lines) == 2 + len(record.rows) + 1 + 2
     forward = next(line for line in lines if "forward " in line and "pallas" in line)
-    assert forward.split()[:8] == ["kda", "forward", "B1", "T8192", "H32", "D128", "strong", "pallas"]
+    assert forward.split()[:8] == [
+        "kda",
+        "forward",
+        "B1",
+        "T8192",
+        "H32",
+        "D128",
+        "strong",
+        "pallas",
+    ]
     assert forward.split()[8:11] == ["0.5", "10", "%"]
     assert "no: cudnn: closed today (kda forward B1 T8192 H32 D128 strong)" in lines
     assert "output 3.0e-03" in forward
 
 
-def test_the_readme_block_shows_times_errors_and_reasons(record: Results, tmp_path: pathlib.Path):
+def test_the_page_shows_times_errors_and_reasons(record: Results, tmp_path: pathlib.Path):
     path = tmp_path / "results.json"
     record.write(path)
-    text = readme.block(path, tmp_path)
-    assert "One NVIDIA X, 2000-01-02, commit abc; jax 9.9." in text
-    shares = f"{100 * record.rows[0].copy_fraction:.0f} % | {100 * record.rows[0].matmul_fraction:.0f} %"
+    text = pages.page(path)
+    assert "## Measured on 2000-01-02" in text
+    assert "One NVIDIA X, commit abc; jax 9.9." in text
+    shares = (
+        f"{100 * record.rows[0].copy_fraction:.0f} % | {100 * record.rows[0].matmul_fraction:.0f} %"
+    )
     assert f"| B1 T8192 H32 D128 | pallas | 0.5 | 1.5 | {shares} | 3.0e-03 | 6.0e-03 |" in text
     assert "| B1 T65536 H32 D128 | fla | no |" in text
     assert "no: fla: out of memory (kda forward B1 T65536 H32 D128 strong)" in text
     assert "cudnn" not in text  # nothing was measured of it
     assert "| decode | B1 T1 H32 D128 | pallas | 0.01 |" in text
-    assert "GDN" not in text
+    assert "**GDN**" not in text
 
 
-def test_other_sets_are_folded_away(record: Results, tmp_path: pathlib.Path):
+def test_other_sets_have_a_heading(record: Results, tmp_path: pathlib.Path):
     packed = Case("gdn", "forward", Shape(1, 16384, 32, packing="skewed", segments=20))
     record.rows.append(results.timed_row(packed, "pallas", _timing(0.625), CEILINGS))
     record.settings = {"FLA_CACHE_MODE": "full"}
     record.write(tmp_path / "results.json")
-    text = readme.block(tmp_path / "results.json", tmp_path)
-    shown, folded = text.split("<details>")
-    assert "GDN" not in shown
-    assert "| 0.5 |" not in folded
-    assert '<summary>The set "packed": <code>jfla bench --set packed</code></summary>' in folded
-    assert "| B1 T16384 H32 D128 skewed S20 | pallas | 0.625 |" in folded
-    assert "jax 9.9, FLA_CACHE_MODE full." in shown
+    main, others = pages.page(tmp_path / "results.json").split(
+        '### The set "packed": `jfla bench --set packed`'
+    )
+    assert "**GDN**" not in main
+    assert "| 0.5 |" not in others
+    assert "| B1 T16384 H32 D128 skewed S20 | pallas | 0.625 |" in others
+    assert "jax 9.9, FLA_CACHE_MODE full." in main
 
 
 def test_what_was_not_measured_again_is_shown_with_the_commit_it_was_measured_at(
@@ -82,51 +103,127 @@ def test_what_was_not_measured_again_is_shown_with_the_commit_it_was_measured_at
 ):
     again = dataclasses.replace(record, rows=list(record.rows), commit="new")
     record.rows.append(
-        results.timed_row(Case("gdn", "forward", Shape(1, 8192, 32)), "pallas", _timing(0.625), CEILINGS)
+        results.timed_row(
+            Case("gdn", "forward", Shape(1, 8192, 32)), "pallas", _timing(0.625), CEILINGS
+        )
     )
     record.commit = "old"
     record.write(tmp_path / "day-before.json")
     again.write(tmp_path / "day.json")
-    now, earlier = readme.block(tmp_path / "day.json", tmp_path).split("Measured earlier and not again")
+    now, earlier = pages.page(tmp_path / "day.json").split(
+        "## Measured on 2000-01-02, and not again"
+    )
     assert "commit new" in now
-    assert "GDN" not in now
-    assert "commit old: [day-before.json](day-before.json)" in earlier
+    assert "**GDN**" not in now
+    assert "Commit old: [benchmarks/results/day-before.json](" in earlier
     assert "| B1 T8192 H32 D128 | pallas | 0.625 |" in earlier
-    assert "KDA" not in earlier
-    assert "earlier" not in readme.block(tmp_path / "day-before.json", tmp_path)
+    assert "**KDA**" not in earlier
+    assert "not again" not in pages.page(tmp_path / "day-before.json")
 
 
-def test_a_readme_that_was_written_agrees_until_something_changes(record: Results, tmp_path: pathlib.Path):
-    path, page = tmp_path / "results.json", tmp_path / "README.md"
+@pytest.fixture
+def sigmoid_gates(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Invented times of KDA at the bounded gate: ours and a peer's that cuts, but not batches."""
+    rows = [
+        {
+            "op": "kda",
+            "shape": shape,
+            "implementation": name,
+            "version": "v",
+            "clock": "w",
+            "forward": ms,
+            "backward": 4,
+        }
+        for shape in ("B1 T8192 H32 D128", "B8 T4096 H32 D128")
+        for name, ms in (("pallas", 2.0), ("cudnn", 1.0), ("jla", 3.0))
+    ]
+    folder = tmp_path / "invented"
+    (folder / "sigmoid_gates").mkdir(parents=True)
+    (folder / "sigmoid_gates" / "a.json").write_text(
+        json.dumps({"gate": "sigmoid", "clocks": {"w": "Sundial"}, "rows": rows})
+    )
+    monkeypatch.setattr(overview, "FOLDER", folder)
+
+
+@pytest.mark.usefixtures("sigmoid_gates")
+def test_the_overview_has_the_gates_of_models_and_says_who_drops_what(record: Results):
+    text = overview.overview([record])
+    # FLA has times at strong gates alone. The fastest of the others is not jla.
+    assert (
+        "| KDA 1 x 8192 | 2.00 / 4.00 | 1.25 / **3.75** | **1.00** / 4.00 cuDNN frontend 1.32.0 † |"
+        in text
+    )
+    assert (
+        "| KDA 8 x 4096 | 2.00 / **4.00** |  | **1.00** / **4.00** cuDNN frontend 1.32.0 |" in text
+    )
+    assert "65536" not in text  # of ours there is none
+    assert "Sundial: KDA of jfla (v)" in text
+    assert "Device time by the profiler: KDA of FLA (commit abc, 2000-01-02)." in text
+    assert "jla" not in text
+
+
+@pytest.mark.usefixtures("sigmoid_gates")
+def test_what_the_bench_timed_at_the_gate_of_models_comes_first(record: Results):
+    for row in list(record.rows):
+        if row.implementation == "pallas":
+            record.rows.append(dataclasses.replace(row, gate="sigmoid"))
+    assert "| KDA 1 x 8192 | **0.500** / **1.50** |" in overview.overview([record])
+
+
+@pytest.mark.usefixtures("sigmoid_gates")
+def test_pages_that_were_written_agree_until_something_changes(
+    record: Results, tmp_path: pathlib.Path
+):
+    path = tmp_path / "results.json"
     record.write(path)
-    page.write_text(f"before\n{readme.BEGIN}\nold\n{readme.END}\nafter\n")
-    assert "block" in str(readme.disagreement(page, path))
-    readme.write(page, path, plot.draw)
-    assert readme.disagreement(page, path) is None
-    assert page.read_text().startswith("before\n")
-    assert page.read_text().endswith("\nafter\n")
-    written = path.with_suffix(".svg").read_text()
-    plot.draw(record, path.with_suffix(".svg"), "sha256:of something else")
-    assert "not the plot" in str(readme.disagreement(page, path))
-    path.with_suffix(".svg").write_text(written)
-    page.write_text(page.read_text().replace("| 0.5 |", "| 0.4 |"))
-    assert "block" in str(readme.disagreement(page, path))
+    site = pages.Pages(tmp_path)
+    site.tables.parent.mkdir()
+    site.readme.write_text(f"before\n{pages.BEGIN}\nold\n{pages.END}\nafter\n")
+    assert "the block of README.md" in str(pages.disagreement(site, path))
+    pages.write(site, path, plot.draw_overview)
+    assert pages.disagreement(site, path) is None
+    assert site.readme.read_text().startswith("before\n")
+    assert site.readme.read_text().endswith("\nafter\n")
+    for page, said in (
+        (site.readme, "the block of"),
+        (site.tables, "benchmarks.md"),
+        (site.picture, "picture"),
+    ):
+        written = page.read_text()
+        page.write_text(written.replace("1.25", "1.26").replace("sha256:", "sha255:"))
+        assert said in str(pages.disagreement(site, path))
+        page.write_text(written)
+    assert pages.disagreement(site, path) is None
+
+
+def test_the_picture_is_small_and_names_everybody():
+    text = pages.REPOSITORY.picture.read_text()
+    width, height = (float(x) for x in re.search(r'viewBox="0 0 (\S+) (\S+)"', text).groups())
+    assert height <= 900
+    assert width <= 900
+    assert len(text) < 60_000
+    for name in ("jfla", "FLA 0.6.0", "cuDNN", "FlashQLA", "KDA: forward", "GDN: backward"):
+        assert name in text
+
+
+def test_every_implementation_has_a_color():
+    assert plot.COLORS.keys() == PROVIDERS.keys()
 
 
 def test_there_is_nothing_to_draw_without_times(record: Results, tmp_path: pathlib.Path):
     record.rows = [row for row in record.rows if row.ms is None]
     with pytest.raises(ValueError, match="no time"):
-        plot.draw(record, tmp_path / "plot.png")
+        plot.draw_results(record, tmp_path / "plot.png")
 
 
 def test_the_markers_must_be_there(tmp_path: pathlib.Path):
     (tmp_path / "README.md").write_text("no markers")
     with pytest.raises(ValueError, match="bench:begin"):
-        readme.disagreement(tmp_path / "README.md", None)
+        pages.disagreement(pages.Pages(tmp_path), None)
 
 
-def test_the_readme_of_the_repository_is_that_of_its_newest_results():
-    assert readme.disagreement(readme.README, readme.current()) is None
+def test_the_pages_of_the_repository_are_those_of_its_newest_results():
+    assert pages.disagreement(pages.REPOSITORY, pages.current()) is None
 
 
 @pytest.mark.parametrize(
@@ -143,7 +240,7 @@ def test_the_command_names_wrong_options(arguments: list[str], said: str):
     assert said in " ".join(result.output.split())
 
 
-def test_the_command_checks_the_readme():
+def test_the_command_checks_the_pages():
     result = CliRunner().invoke(app, ["bench", "--readme", "check"])
     assert result.exit_code == 0
-    assert "agrees" in result.output
+    assert "agree with the newest results" in result.output

@@ -10,17 +10,16 @@ import types
 import jax
 import pytest
 
-import jfla
+from benchmarks import ceilings, exact, inputs, providers, results, runner, shapes
+from benchmarks.ceilings import Ceilings
+from benchmarks.exact import Exact
+from benchmarks.measure import Timing
+from benchmarks.programs import Program, Refused
+from benchmarks.providers import Provider, jax_program
+from benchmarks.results import Results, Row
+from benchmarks.runner import Plan
+from benchmarks.shapes import Case, Shape
 from jfla import reference
-from jfla.bench import ceilings, exact, inputs, providers, results, runner, shapes
-from jfla.bench.ceilings import Ceilings
-from jfla.bench.exact import Exact
-from jfla.bench.measure import Timing
-from jfla.bench.programs import Program, Refused
-from jfla.bench.providers import Provider, jax_program
-from jfla.bench.results import Results, Row
-from jfla.bench.runner import Plan
-from jfla.bench.shapes import Case, Shape
 
 TINY = Shape(1, 64, 1, 8)
 CEILINGS = Ceilings(2.0, 100.0)
@@ -46,7 +45,9 @@ def _wrong(case: Case) -> Program:
 def small(monkeypatch: pytest.MonkeyPatch):
     """One tiny shape, quick implementations, no time for ceilings."""
     builds = {"scan": _scan, "refuses": _refuses, "breaks": _breaks, "wrong": _wrong}
-    monkeypatch.setattr(runner, "PROVIDERS", {name: Provider(build, ours=True) for name, build in builds.items()})
+    monkeypatch.setattr(
+        runner, "PROVIDERS", {name: Provider(build, ours=True) for name, build in builds.items()}
+    )
     monkeypatch.setattr(providers, "PROVIDERS", runner.PROVIDERS)
     monkeypatch.setitem(shapes.SETS, "quick", (TINY,))
     monkeypatch.setattr(ceilings, "measured", lambda repeats: CEILINGS)
@@ -76,13 +77,17 @@ def test_a_run_has_a_row_for_everything_and_keeps_it(tmp_path: pathlib.Path):
     assert written.ceilings == CEILINGS
     assert written.versions["jax"]
 
-    again = runner.run(dataclasses.replace(plan, passes=("forward",), implementations=("scan",)), lambda *_: None)
+    again = runner.run(
+        dataclasses.replace(plan, passes=("forward",), implementations=("scan",)), lambda *_: None
+    )
     assert sorted(row.key for row in again.rows) == sorted(row.key for row in record.rows)
 
 
 def test_no_case_is_begun_after_its_time():
     said: list[str] = []
-    record = runner.run(Plan(ops=("kda",), seconds=0.0), lambda done, total, text: said.append(text))
+    record = runner.run(
+        Plan(ops=("kda",), seconds=0.0), lambda done, total, text: said.append(text)
+    )
     assert record.rows == []
     assert said == ["stopped after 0 s, 3 cases left"]
 
@@ -97,12 +102,16 @@ def test_inputs_that_do_not_fit_are_rows_with_a_reason(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(inputs, "draw", fits)
     plan = Plan(passes=("forward",), implementations=("scan", "refuses"), repeats=1)
-    found = {(row.op, row.implementation): row.refused for row in runner.run(plan, lambda *_: None).rows}
+    found = {
+        (row.op, row.implementation): row.refused for row in runner.run(plan, lambda *_: None).rows
+    }
     assert found["kda", "scan"] == found["kda", "refuses"] == "out of memory"
     assert found["gdn", "scan"] is None
 
 
-def test_a_reference_that_cannot_be_made_is_not_taken_from_other_inputs(monkeypatch: pytest.MonkeyPatch):
+def test_a_reference_that_cannot_be_made_is_not_taken_from_other_inputs(
+    monkeypatch: pytest.MonkeyPatch,
+):
     first, second = (Case("gdn", "forward", TINY, gate) for gate in ("strong", "weak"))
     compare = Exact(gradients=False)
     compare.begin(first, inputs.draw(first, 0))
@@ -128,7 +137,9 @@ def test_rows_of_another_version_are_not_added_to(tmp_path: pathlib.Path):
         results.read(path)
 
 
-def _file(path: pathlib.Path, copy: float, versions: dict[str, str], *rows: Row, **other: str) -> pathlib.Path:
+def _file(
+    path: pathlib.Path, copy: float, versions: dict[str, str], *rows: Row, **other: str
+) -> pathlib.Path:
     head = {"device": "NVIDIA X", "platform": "gpu", "date": "2000-01-02", "commit": "abc"} | other
     Results(**head, versions=versions, ceilings=Ceilings(copy, 100.0), rows=list(rows)).write(path)
     return path
@@ -136,13 +147,33 @@ def _file(path: pathlib.Path, copy: float, versions: dict[str, str], *rows: Row,
 
 def test_merging_loses_no_row_and_relates_all_to_the_best_ceilings(tmp_path: pathlib.Path):
     timed = lambda name, ms: results.timed_row(
-        Case("kda", "forward", TINY), name, Timing(ms, ms, ms, ms, "device", 7), Ceilings(2.0, 100.0)
+        Case("kda", "forward", TINY),
+        name,
+        Timing(ms, ms, ms, ms, "device", 7),
+        Ceilings(2.0, 100.0),
     )
     no = lambda name: Row("kda", "forward", str(TINY), "strong", name, refused="out of memory")
-    first = _file(tmp_path / "1", 2.0, {"jax": "9"}, timed("pallas", 1.0), timed("fla", 3.0), no("cudnn"), no("scan"))
-    second = _file(tmp_path / "2", 4.0, {"jax": "9", "fla": "1"}, timed("pallas", 2.0), no("fla"), timed("cudnn", 5.0))
+    first = _file(
+        tmp_path / "1",
+        2.0,
+        {"jax": "9"},
+        timed("pallas", 1.0),
+        timed("fla", 3.0),
+        no("cudnn"),
+        no("scan"),
+    )
+    second = _file(
+        tmp_path / "2",
+        4.0,
+        {"jax": "9", "fla": "1"},
+        timed("pallas", 2.0),
+        no("fla"),
+        timed("cudnn", 5.0),
+    )
     record = runner.merge([first, second], tmp_path / "out.json")
-    assert [row.key for row in results.read(tmp_path / "out.json").rows] == [row.key for row in record.rows]
+    assert [row.key for row in results.read(tmp_path / "out.json").rows] == [
+        row.key for row in record.rows
+    ]
     assert {row.implementation: row.ms for row in record.rows} == {
         "pallas": 2.0,
         "fla": 3.0,
@@ -165,14 +196,21 @@ def test_merging_loses_no_row_and_relates_all_to_the_best_ceilings(tmp_path: pat
         ({"versions": {"jax": "8"}}, "another jax: 8, not 9"),
     ],
 )
-def test_records_that_do_not_belong_together_are_not_merged(other: dict, said: str, tmp_path: pathlib.Path):
+def test_records_that_do_not_belong_together_are_not_merged(
+    other: dict, said: str, tmp_path: pathlib.Path
+):
     versions = other.pop("versions", {"jax": "9"})
-    paths = [_file(tmp_path / "1", 2.0, {"jax": "9"}), _file(tmp_path / "2", 2.0, versions, **other)]
+    paths = [
+        _file(tmp_path / "1", 2.0, {"jax": "9"}),
+        _file(tmp_path / "2", 2.0, versions, **other),
+    ]
     with pytest.raises(ValueError, match=said):
         results.merged(paths)
 
 
-@pytest.mark.parametrize(("option", "value"), [("sets", "huge"), ("ops", "mamba"), ("gates", "iron")])
+@pytest.mark.parametrize(
+    ("option", "value"), [("sets", "huge"), ("ops", "mamba"), ("gates", "iron")]
+)
 def test_wrong_options_are_named(option: str, value: str):
     with pytest.raises(ValueError, match=f"{option} must be among .*'{value}'"):
         Plan(**{option: (value,)}).filled()
@@ -182,18 +220,24 @@ def test_absent_peers_are_refused_by_name(monkeypatch: pytest.MonkeyPatch):
     peer = Provider(_scan, ("a_package_that_is_not_there",))
     monkeypatch.setitem(runner.PROVIDERS, "peer", peer)
     assert "peer" not in Plan().filled().implementations
-    with pytest.raises(ValueError, match="peer cannot run here: no package a_package_that_is_not_there"):
+    with pytest.raises(
+        ValueError, match="peer cannot run here: no package a_package_that_is_not_there"
+    ):
         Plan(implementations=("peer",)).filled()
 
 
-@pytest.mark.parametrize(("capability", "left_out"), [("9.0", {"xla", "scan"}), ("8.0", set()), (None, set())])
+@pytest.mark.parametrize(
+    ("capability", "left_out"), [("9.0", {"xla", "scan"}), ("8.0", set()), (None, set())]
+)
 def test_where_the_kernels_run_the_slow_implementations_are_asked_for(
     capability: str | None, left_out: set[str], monkeypatch: pytest.MonkeyPatch
 ):
     ours = {name: Provider(_scan, ours=True) for name in ("pallas", "xla", "scan")}
     monkeypatch.setattr(runner, "PROVIDERS", ours)
     monkeypatch.setattr(providers, "PROVIDERS", ours)
-    monkeypatch.setattr(jax, "devices", lambda: [types.SimpleNamespace(compute_capability=capability)])
+    monkeypatch.setattr(
+        jax, "devices", lambda: [types.SimpleNamespace(compute_capability=capability)]
+    )
     assert set(Plan().filled().implementations) == ours.keys() - left_out
     assert Plan(implementations=("scan",)).filled().implementations == ("scan",)
 
@@ -203,7 +247,10 @@ def test_the_backward_is_the_difference_and_noise_is_none():
     timed = lambda name, *ms: results.timed_row(
         dataclasses.replace(case, timed=name), "xla", Timing(*ms, "device", 7), CEILINGS
     )
-    forward, both = timed("forward", 2.0, 1.9, 2.2, 2.5), timed("forward+backward", 5.0, 4.8, 5.1, 6.0)
+    forward, both = (
+        timed("forward", 2.0, 1.9, 2.2, 2.5),
+        timed("forward+backward", 5.0, 4.8, 5.1, 6.0),
+    )
     both.errors = {"output": 1e-3, "dq": 2e-3}
     row = results.backward_row(case, forward, both, CEILINGS)
     assert (row.timed, row.ms, row.wall_ms, row.method) == ("backward", 3.0, 3.5, "device")
@@ -211,7 +258,9 @@ def test_the_backward_is_the_difference_and_noise_is_none():
     assert row.errors == {"dq": 2e-3}
     forward.method = "queued"  # then both are taken as wall times
     assert results.backward_row(case, forward, both, CEILINGS).ms == 3.5
-    noise = results.backward_row(case, both, timed("forward+backward", 4.0, 4.0, 4.0, 4.0), CEILINGS)
+    noise = results.backward_row(
+        case, both, timed("forward+backward", 4.0, 4.0, 4.0, 4.0), CEILINGS
+    )
     assert noise.ms is None
     assert "noise" in str(noise.refused)
 
@@ -222,13 +271,15 @@ def test_a_row_that_was_refused_has_no_timing():
 
 
 def test_the_core_needs_jax_and_numpy_alone():
-    """What `python -m jfla.bench` imports, with everything else hidden, and its table."""
+    """What `python -m benchmarks` imports, with everything else hidden, and its table."""
     hidden = ("rich", "typer", "matplotlib", "beartype", "optax", "orbax", "grain", "flax")
     code = (
         f"import sys; sys.modules.update(dict.fromkeys({hidden})); "
-        "from jfla.bench import report, results, runner; from jfla.bench.ceilings import Ceilings; "
+        "from benchmarks import report, results, runner; from benchmarks.ceilings import Ceilings; "
         "report.show(results.started(Ceilings(1.0, 2.0), 'abc', None))"
     )
-    folder = pathlib.Path(jfla.__file__).parents[1]
-    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True)
+    folder = results.FOLDER.parents[1]
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True
+    )
     assert "copy 1 TB/s, matmul 2 TFLOP/s\nop  pass" in done.stdout

@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from benchmarks import inputs, stages
+from benchmarks.exact import Exact
+from benchmarks.programs import JaxProgram, Refused
+from benchmarks.shapes import OPS, Case, Shape
 from jfla import pallas
-from jfla.bench import inputs, stages
-from jfla.bench.exact import Exact
-from jfla.bench.programs import JaxProgram, Refused
-from jfla.bench.shapes import OPS, Case, Shape
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -28,7 +28,7 @@ def test_the_operands_make_the_output(op: str):
             inside = jnp.einsum("bchd,bdhv->bchv", x.a_qk[:, at], v_new)
             outputs.append(jnp.einsum("bchk,bhkv->bchv", read, state) + inside)
             state = state * jnp.exp(x.g_cum[:, start + 63])[..., None]
-            state = state + jnp.einsum("bchk,bchv->bhkv", x.k_out[:, at], v_new)
+            state = state + jnp.einsum("bchk,bchv->bhkv", x.k_to_end[:, at], v_new)
         return {"output": jnp.concatenate(outputs, axis=1), "final_state": state}
 
     with jax.default_matmul_precision("highest"):

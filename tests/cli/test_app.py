@@ -1,6 +1,8 @@
 """The command line: what it says about the machine, about wrong options, and when its packages are missing."""
 
 import importlib.util
+import pathlib
+import sys
 
 import jax
 import pytest
@@ -24,12 +26,17 @@ def test_info_names_versions_devices_and_the_choice_of_every_op():
         assert f"{op} │ bfloat16 │ xla │ pallas: " in output
 
 
-def test_info_repeats_the_kernels_own_reason(monkeypatch: pytest.MonkeyPatch):
-    reasons = {"chunk": None, "recurrent": "no such kernel in this test"}
-    monkeypatch.setattr(pallas, "unsupported", lambda form, inputs, options: reasons[form])
-    _, output = invoke("info")
-    assert "chunk_gdn │ float32 │ pallas │ a kernel for this device" in output
-    assert "recurrent_gdn │ float32 │ xla │ pallas: no such kernel in this test" in output
+def test_info_gives_the_choice_and_the_reason_of_explain():
+    """Nothing is compiled: the choice is that of a Hopper GPU, also on a machine without one."""
+    with pallas.compiling_for("9.0"):
+        _, output = invoke("info")
+    for op in ("chunk_kda", "chunk_gdn", "recurrent_kda", "recurrent_gdn"):
+        assert f"{op} │ bfloat16 │ pallas │ Hopper kernels" in output
+    refused = "pallas: q is float32; the kernels take bfloat16 and float16"
+    for op in ("chunk_kda", "chunk_gdn"):
+        assert f"{op} │ float32 │ xla │ {refused}" in output
+    for op in ("recurrent_kda", "recurrent_gdn"):
+        assert f"{op} │ float32 │ pallas │ Hopper kernels" in output
 
 
 @pytest.mark.parametrize(
@@ -39,7 +46,10 @@ def test_info_repeats_the_kernels_own_reason(monkeypatch: pytest.MonkeyPatch):
         (["--steps", "0"], ("--steps", "1")),
         (["--seed", "-1"], ("--seed", "0")),
         (["--implementation", "triton"], ("--implementation", "'pallas', 'xla'")),
-        (["--implementation", "pallas"], ("--implementation", "pallas cannot run this model here: ")),
+        (
+            ["--implementation", "pallas"],
+            ("--implementation", "pallas cannot run this model here: "),
+        ),
     ],
 )
 def test_wrong_options_are_named(arguments: list[str], said: tuple[str, ...], tmp_path):
@@ -60,10 +70,33 @@ def test_a_folder_of_other_things_is_left_alone(tmp_path):
 
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
     found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in ("typer", "grain") else found(name))
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name: None if name in ("typer", "grain") else found(name),
+    )
     with pytest.raises(SystemExit) as exit:
         cli.main()
     assert exit.value.code == 1
     message = capsys.readouterr().err
     assert "typer, grain" in message
     assert "pip install 'jfla[cli]'" in message
+
+
+@pytest.mark.parametrize(
+    "arguments", [("bench", "--readme", "check"), ("bench-merge", __file__, "--out", "out.json")]
+)
+def test_without_a_clone_the_benchmarks_say_where_they_are(
+    arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+):
+    """As in an installed wheel, where there is no package of that name."""
+    for name in [name for name in sys.modules if name.split(".")[0] == "benchmarks"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(
+        sys, "path", [path for path in sys.path if not (pathlib.Path(path) / "benchmarks").exists()]
+    )
+    monkeypatch.setattr(sys, "path_importer_cache", {})
+    code, output = invoke(*arguments)
+    assert code == 1
+    assert "The benchmarks run from a clone: git clone https://" in output
+    assert "uv run jfla bench" in output

@@ -14,7 +14,16 @@ from rich.console import Console
 from jfla.cli import demo
 from jfla.cli.train import Settings
 
-TINY = Settings(op="gdn", hidden_size=32, num_layers=1, num_heads=1, head_dim=16, rows=4, time=32, learning_rate=1e-2)
+TINY = Settings(
+    op="gdn",
+    hidden_size=32,
+    num_layers=1,
+    num_heads=1,
+    head_dim=16,
+    rows=4,
+    time=32,
+    learning_rate=1e-2,
+)
 STEPS, SAVE_EVERY = 40, 5
 
 
@@ -66,7 +75,9 @@ def test_a_finished_run_is_shown_and_not_repeated(finished: tuple[pathlib.Path, 
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
 
 
-def test_a_killed_run_goes_on_to_the_same_bits(finished: tuple[pathlib.Path, dict], tmp_path: pathlib.Path):
+def test_a_killed_run_goes_on_to_the_same_bits(
+    finished: tuple[pathlib.Path, dict], tmp_path: pathlib.Path
+):
     out = tmp_path / "out"
     program = f"""
 import os, pathlib, rich.console, signal
@@ -80,7 +91,9 @@ train.Run._save = save_and_die
 demo.SAVE_EVERY = {SAVE_EVERY}
 demo.run("gdn", {STEPS}, pathlib.Path({str(out)!r}), "xla", 0, rich.console.Console(), train.{TINY!r})
 """
-    died = subprocess.run([sys.executable, "-c", program], env=os.environ, capture_output=True, text=True, check=False)
+    died = subprocess.run(
+        [sys.executable, "-c", program], env=os.environ, capture_output=True, text=True, check=False
+    )
     assert died.returncode == -signal.SIGKILL, died.stderr
     assert not (out / "results.json").exists()
     # What a kill in the middle of writing leaves behind, whether or not this one did.
@@ -109,5 +122,7 @@ def test_more_steps_go_on_from_a_finished_run(finished: tuple[pathlib.Path, dict
 
 def test_a_folder_belongs_to_its_settings(finished: tuple[pathlib.Path, dict]):
     out, _ = finished
-    with pytest.raises(demo.Refused, match="holds a run with op = gdn: give another folder or remove this one"):
+    with pytest.raises(
+        demo.Refused, match="holds a run with op = gdn: give another folder or remove this one"
+    ):
         demo.claim(out, Settings(**{**vars(TINY), "op": "kda"}))

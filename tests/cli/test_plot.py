@@ -18,7 +18,14 @@ def test_smoothing_follows_a_slope_and_keeps_constants():
 def test_the_picture_shows_both_curves(tmp_path: pathlib.Path):
     for steps in (1, 40):
         path = tmp_path / "loss.png"
-        plot.draw(path, "title", np.linspace(8, 3, steps).tolist(), 4.5, np.linspace(0, 1, steps).tolist(), 0.1)
+        plot.draw(
+            path,
+            "title",
+            np.linspace(8, 3, steps).tolist(),
+            4.5,
+            np.linspace(0, 1, steps).tolist(),
+            0.1,
+        )
         pixels = image.imread(path)
         assert min(pixels.shape[:2]) > 500
         assert [path.name for path in tmp_path.iterdir()] == ["loss.png"]

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from goldens import rms_error
+from support.goldens import rms_error
 
 import jfla.nn
 
@@ -19,7 +19,9 @@ def make(name):
         return jfla.nn.CausalAttention(**sizes, num_kv_heads=1, rngs=nnx.Rngs(0))
     cls = jfla.nn.KimiDeltaAttention if name == "kda" else jfla.nn.GatedDeltaNet
     options = {"lower_bound": -4.0} if name == "kda" else {"allow_neg_eigval": True}
-    return cls(**sizes, head_dim=16, num_value_heads=4, value_head_dim=8, **options, rngs=nnx.Rngs(0))
+    return cls(
+        **sizes, head_dim=16, num_value_heads=4, value_head_dim=8, **options, rngs=nnx.Rngs(0)
+    )
 
 
 @pytest.fixture(params=["kda", "gdn", "attention"], scope="module")
@@ -38,7 +40,9 @@ def with_cache(layer, x, cache, segment_ids=None):
 
 
 def new_cache(layer, batch):
-    return layer.init_cache(batch, *([3 * TIME] if isinstance(layer, jfla.nn.CausalAttention) else []))
+    return layer.init_cache(
+        batch, *([3 * TIME] if isinstance(layer, jfla.nn.CausalAttention) else [])
+    )
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +126,9 @@ def test_drafted_tokens_that_are_refused_leave_no_trace(layer, x, alone):
     _, cache = with_cache(layer, x[:, :10], new_cache(layer, 2))
     draft, accepted = jnp.stack([x[0, 10:14], x[0, 20:24]]), np.array([3, 0])
     with_cache(layer, draft, cache)
-    _, cache = with_cache(layer, draft, cache, jnp.asarray(np.arange(4) < accepted[:, None], jnp.int32))
+    _, cache = with_cache(
+        layer, draft, cache, jnp.asarray(np.arange(4) < accepted[:, None], jnp.int32)
+    )
     at = 10 + accepted
     y, _ = with_cache(layer, x[np.arange(2), at][:, None], cache)
     assert rms_error(y[:, 0], np.asarray(alone)[np.arange(2), at]) < TOLERANCE

@@ -1,12 +1,11 @@
 """The layers against the layers of other libraries: output, input gradient, and a cached run."""
 
-import golden_layers
-import goldens
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from support import golden_layers, goldens
 
 
 @pytest.fixture(params=golden_layers.FAMILIES, scope="module")
@@ -40,7 +39,10 @@ def test_cached_run_is_the_peers(golden):
         y, cache = run(layer, x[:, t : t + 1], cache)
         steps.append(y)
     assert len(steps) == options["steps"]
-    assert goldens.rms_error(np.concatenate(steps, axis=1), arrays["decode/y_steps"]) <= tolerance["decode"]
+    assert (
+        goldens.rms_error(np.concatenate(steps, axis=1), arrays["decode/y_steps"])
+        <= tolerance["decode"]
+    )
 
     state = arrays["decode/recurrent_state"]
     if options["recurrent_state_layout"] == "B,HV,V,K":
@@ -49,4 +51,7 @@ def test_cached_run_is_the_peers(golden):
     assert goldens.rms_error(cache.state, state) <= tolerance["decode"]
     # The peers keep as many inputs as the kernel is long; the oldest of them is never read again.
     tails = jnp.concatenate([tail.reshape(*tail.shape[:2], -1) for tail in cache.tails], axis=-1)
-    assert goldens.rms_error(tails, arrays["decode/conv_state"][:, :, 1:].swapaxes(1, 2)) <= tolerance["conv_state"]
+    assert (
+        goldens.rms_error(tails, arrays["decode/conv_state"][:, :, 1:].swapaxes(1, 2))
+        <= tolerance["conv_state"]
+    )

@@ -7,12 +7,12 @@ import pickle
 import re
 import sys
 
-import golden_layers
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
+from support import golden_layers
 
 import jfla.nn
 from jfla.nn import load_mixer
@@ -82,7 +82,12 @@ def streams(family, w, x):
         qkvz = projected["in_proj_qkvz.weight"].reshape(len(x), H, 2 * K + 2 * R * V)
         q, k, v, z = np.split(qkvz, [K, 2 * K, 2 * K + R * V], axis=-1)
         b, a = np.split(projected["in_proj_ba.weight"].reshape(len(x), H, 2 * R), 2, axis=-1)
-        v, z, b, a = v.reshape(-1, HV, V), z.reshape(-1, HV, V), b.reshape(-1, HV), a.reshape(-1, HV)
+        v, z, b, a = (
+            v.reshape(-1, HV, V),
+            z.reshape(-1, HV, V),
+            b.reshape(-1, HV),
+            a.reshape(-1, HV),
+        )
     elif family == "qwen3_5":
         q, k, v = np.split(projected["in_proj_qkv.weight"], [KEY, 2 * KEY], axis=-1)
         z, b, a = (projected[f"in_proj_{name}.weight"] for name in "zba")
@@ -100,7 +105,15 @@ def streams(family, w, x):
         taps = w["conv1d.weight"][:, 0]
     else:
         taps = np.concatenate([w[f"{name}_conv1d.weight"][:, 0] for name in "qkv"])
-    return q.reshape(-1, KEY), k.reshape(-1, KEY), v.reshape(-1, VALUE), a, b, z.reshape(-1, HV, V), taps
+    return (
+        q.reshape(-1, KEY),
+        k.reshape(-1, KEY),
+        v.reshape(-1, VALUE),
+        a,
+        b,
+        z.reshape(-1, HV, V),
+        taps,
+    )
 
 
 def peer(family, w, x):
@@ -125,7 +138,10 @@ def peer(family, w, x):
     norm = w["norm.weight" if "norm.weight" in w else "o_norm.weight"]
     o = o / np.sqrt((o * o).mean(-1, keepdims=True) + CONFIG["norm_eps"]) * norm
     o = o * (sigmoid(z) if family in golden_layers.KDA else silu(z))
-    return o.reshape(len(x), -1) @ w["out_proj.weight" if "out_proj.weight" in w else "o_proj.weight"].T
+    return (
+        o.reshape(len(x), -1)
+        @ w["out_proj.weight" if "out_proj.weight" in w else "o_proj.weight"].T
+    )
 
 
 @pytest.mark.parametrize("family", SHAPES)
@@ -145,10 +161,15 @@ def test_kimi_linear_convolutions_and_gates_in_every_place(packed, inside, tmp_p
     w = random_weights("kimi_linear")
     layer = golden_layers.make("kimi_linear", CONFIG)
     load_mixer(layer, golden_layers.write(w, tmp_path / "a.safetensors"), "kimi_linear")
-    moved = {name: f"{inside}{name}" for name in ("A_log", "dt_bias", "f_a_proj.weight", "f_b_proj.weight")}
+    moved = {
+        name: f"{inside}{name}"
+        for name in ("A_log", "dt_bias", "f_a_proj.weight", "f_b_proj.weight")
+    }
     renamed = {moved.get(name, name): x for name, x in w.items()}
     if packed:
-        renamed["conv1d.weight"] = np.concatenate([renamed.pop(f"{x}_conv1d.weight") for x in "qkv"])
+        renamed["conv1d.weight"] = np.concatenate(
+            [renamed.pop(f"{x}_conv1d.weight") for x in "qkv"]
+        )
     other = golden_layers.make("kimi_linear", CONFIG, seed=1)
     load_mixer(other, golden_layers.write(renamed, tmp_path / "b.safetensors"), "kimi_linear")
     assert_same(layer, other)
@@ -191,7 +212,12 @@ def test_one_error_lists_every_problem_and_leaves_the_layer_alone(tmp_path):
     w["q_conv1d.bias"] = np.zeros(KEY, np.float32)
     layer, untouched = (golden_layers.make("fla_gdn", CONFIG) for _ in range(2))
     with pytest.raises(ValueError, match="5 tensors") as error:
-        load_mixer(layer, golden_layers.write(w, tmp_path / "w.safetensors", "deep."), "fla_gdn", prefix="deep.")
+        load_mixer(
+            layer,
+            golden_layers.write(w, tmp_path / "w.safetensors", "deep."),
+            "fla_gdn",
+            prefix="deep.",
+        )
     assert re.findall(r"^  (.*)$", str(error.value), re.MULTILINE) == [
         "missing: deep.o_norm.weight [16]",
         "missing: deep.a_proj.weight [4, 24]",
@@ -249,17 +275,29 @@ def test_wrong_paths_and_families(tmp_path):
 
 
 def test_bfloat16_weights_and_parameters(tmp_path):
-    w = {name: np.asarray(jnp.asarray(x, jnp.bfloat16)) for name, x in random_weights("fla_gdn").items()}
+    w = {
+        name: np.asarray(jnp.asarray(x, jnp.bfloat16))
+        for name, x in random_weights("fla_gdn").items()
+    }
     path = golden_layers.write(w, tmp_path / "w.safetensors")
     wide = load_mixer(golden_layers.make("fla_gdn", CONFIG), path, "fla_gdn")
     narrow = jfla.nn.GatedDeltaNet(
-        D, H, K, num_value_heads=HV, value_head_dim=V, param_dtype=jnp.bfloat16, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)
+        D,
+        H,
+        K,
+        num_value_heads=HV,
+        value_head_dim=V,
+        param_dtype=jnp.bfloat16,
+        dtype=jnp.bfloat16,
+        rngs=nnx.Rngs(0),
     )
     load_mixer(narrow, path, "fla_gdn")
     assert wide.q_proj.kernel.dtype == jnp.float32
     assert narrow.q_proj.kernel.dtype == jnp.bfloat16
     assert narrow.a_log.dtype == narrow.dt_bias.dtype == jnp.float32
-    np.testing.assert_array_equal(wide.q_proj.kernel[...], narrow.q_proj.kernel[...].astype(jnp.float32))
+    np.testing.assert_array_equal(
+        wide.q_proj.kernel[...], narrow.q_proj.kernel[...].astype(jnp.float32)
+    )
 
 
 def tiny(op, **changes):
@@ -278,13 +316,20 @@ def test_a_model_comes_back_as_it_was(config, tmp_path):
     model = jfla.nn.DeltaLM(config, rngs=nnx.Rngs(3))
     jfla.nn.save_fla(model, tmp_path)
     names = load_file(tmp_path / "model.safetensors")
-    mixer = {f"model.layers.0.attn.{name}": tuple(shape) for name, shape in SHAPES[f"fla_{config.op}"].items()}
-    assert {name: x.shape for name, x in names.items() if name.startswith("model.layers.0.attn.")} == mixer
+    mixer = {
+        f"model.layers.0.attn.{name}": tuple(shape)
+        for name, shape in SHAPES[f"fla_{config.op}"].items()
+    }
+    assert {
+        name: x.shape for name, x in names.items() if name.startswith("model.layers.0.attn.")
+    } == mixer
     others = {"model.embeddings.weight": (11, D), "model.norm.weight": (D,)}
     others |= {} if config.tie_embeddings else {"lm_head.weight": (11, D)}
     for layer in range(2):
         others |= {f"model.layers.{layer}.{norm}_norm.weight": (D,) for norm in ("attn", "mlp")}
-        others |= {f"model.layers.{layer}.mlp.{name}_proj.weight": (40, D) for name in ("gate", "up")}
+        others |= {
+            f"model.layers.{layer}.mlp.{name}_proj.weight": (40, D) for name in ("gate", "up")
+        }
         others[f"model.layers.{layer}.mlp.down_proj.weight"] = (D, 40)
     others |= {f"model.layers.1.attn.{x}_proj.weight": (D, D) for x in "qo"}
     others |= {f"model.layers.1.attn.{x}_proj.weight": (D // 3, D) for x in "kv"}
@@ -303,12 +348,18 @@ def test_a_layer_without_output_gate_bias_is_saved_with_zeros(tmp_path):
 
 def test_settings_without_a_part_are_all_named(tmp_path):
     save_file({}, tmp_path / "model.safetensors")
-    settings = {"model_type": "gated_deltanet", "use_gate": False, "attn": {"layers": [0], "window_size": 128}}
+    settings = {
+        "model_type": "gated_deltanet",
+        "use_gate": False,
+        "attn": {"layers": [0], "window_size": 128},
+    }
     (tmp_path / "config.json").write_text(json.dumps(settings))
     with pytest.raises(ValueError, match=r"use_gate=False, attn\.window_size=128"):
         jfla.nn.load_hf(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    with pytest.raises(ValueError, match="model_type must be one of kda, gated_deltanet, got 'llama'"):
+    with pytest.raises(
+        ValueError, match="model_type must be one of kda, gated_deltanet, got 'llama'"
+    ):
         jfla.nn.load_hf(tmp_path)
 
 

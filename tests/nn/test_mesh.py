@@ -8,13 +8,19 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from goldens import rms_error
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from support.goldens import rms_error
 
 import jfla.nn
 
-RULES = (("batch", "data"), ("heads", "model"), ("mlp", "model"), ("vocab", "model"), ("embed", None))
+RULES = (
+    ("batch", "data"),
+    ("heads", "model"),
+    ("mlp", "model"),
+    ("vocab", "model"),
+    ("embed", None),
+)
 BATCH, TIME, VOCAB = 4, 70, 32
 
 
@@ -51,7 +57,9 @@ def test_one_step_is_that_of_one_device():
         kernel = spread.blocks[0].mixer.v_proj.kernel[...]
         assert kernel.sharding.spec == P(None, "model", None)
         assert kernel.addressable_shards[0].data.shape == (32, 2, 8)
-        rows = [jax.device_put(x, jax.NamedSharding(devices, P("data"))) for x in (tokens, segment_ids)]
+        rows = [
+            jax.device_put(x, jax.NamedSharding(devices, P("data"))) for x in (tokens, segment_ids)
+        ]
         program = step.lower(spread, spread_optimizer, *rows).compile()
         loss = program(spread, spread_optimizer, *rows)
 
@@ -68,7 +76,9 @@ def test_one_step_is_that_of_one_device():
     assert "f32[4,8,8,8]" not in compiled
     # The row-parallel projections add up their parts; nothing else moves, least of all around the op.
     assert re.search(r"\ball-reduce(-start)?\(", compiled)
-    assert not re.findall(r".*\b(?:all-gather|all-to-all|collective-permute)(?:-start)?\(.*", compiled)
+    assert not re.findall(
+        r".*\b(?:all-gather|all-to-all|collective-permute)(?:-start)?\(.*", compiled
+    )
 
 
 def test_decoding_on_a_mesh():
@@ -76,7 +86,9 @@ def test_decoding_on_a_mesh():
     expected = make("kda")[0].generate(prompt, 3, key=jax.random.key(0), temperature=0.0)
     with jax.set_mesh(mesh()), nnx.logical_axis_rules(RULES):
         spread = make("kda")[0]
-        np.testing.assert_array_equal(spread.generate(prompt, 3, key=jax.random.key(0), temperature=0.0), expected)
+        np.testing.assert_array_equal(
+            spread.generate(prompt, 3, key=jax.random.key(0), temperature=0.0), expected
+        )
         # A single row cannot be split over the data axis, so every device holds it.
         assert jax.eval_shape(lambda: spread(prompt[:1])).shape == (1, 5, VOCAB)
 
@@ -87,7 +99,9 @@ def test_every_parameter_names_its_axes(op):
     known = {"embed", "heads", "mlp", "vocab", None}
     for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         (axes,) = (
-            param.get_metadata()[name] for name in ("out_sharding", "sharding_names") if param.has_metadata(name)
+            param.get_metadata()[name]
+            for name in ("out_sharding", "sharding_names")
+            if param.has_metadata(name)
         )
         assert len(axes) == param.ndim, path
         assert set(axes) <= known, path
@@ -112,8 +126,13 @@ def test_arrays_over_explicit_axes_are_refused_and_whole_ones_taken():
     loss = lambda state, tokens: jfla.nn.next_token_loss(nnx.merge(graph, state)(tokens), tokens)
     layer = lambda number: lambda state, x: nnx.merge(graph, state).blocks[number].mixer(x)
     with jax.set_mesh(devices):
-        assert jax.tree.map(jnp.shape, jax.eval_shape(jax.grad(loss), state, tokens)) == jax.tree.map(jnp.shape, state)
-        with pytest.raises(ValueError, match=r"mesh axes of tokens must be AxisType\.Auto, got .*'data'.*axis_types="):
+        assert jax.tree.map(
+            jnp.shape, jax.eval_shape(jax.grad(loss), state, tokens)
+        ) == jax.tree.map(jnp.shape, state)
+        with pytest.raises(
+            ValueError,
+            match=r"mesh axes of tokens must be AxisType\.Auto, got .*'data'.*axis_types=",
+        ):
             jax.eval_shape(loss, state, jax.device_put(tokens, over_rows))
         for number in range(2):
             with pytest.raises(ValueError, match=r"mesh axes of x must be AxisType\.Auto"):

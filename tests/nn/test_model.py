@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from goldens import rms_error
+from support.goldens import rms_error
 
 import jfla.nn
-from jfla.nn.generate import sample
+from jfla.nn.models.generate import sample
 
 VOCAB, TIME = 19, 24
 CONFIG = jfla.nn.DeltaLMConfig(
@@ -92,7 +92,9 @@ def continued(model, tokens):
 def test_greedy_generation_is_that_of_full_passes(model, tokens, continued):
     prompt = tokens[:, :12]
     np.testing.assert_array_equal(model.generate(prompt, 9, key=KEY, temperature=0.0), continued)
-    np.testing.assert_array_equal(model.generate(prompt, 9, key=KEY, temperature=2.0, top_k=1), continued)
+    np.testing.assert_array_equal(
+        model.generate(prompt, 9, key=KEY, temperature=2.0, top_k=1), continued
+    )
 
 
 def test_prompts_of_different_lengths(model, tokens, continued):
@@ -150,11 +152,17 @@ def test_bad_generation_arguments(model, arguments, message):
         ({"op": "mamba"}, 'op must be "kda" or "gdn"'),
         ({"lower_bound": -5.0}, "lower_bound and output_gate_bias must be left out"),
         ({"attention_layers": (3,)}, r"attention_layers must be in 0 \.\. 2, got \[3\]"),
-        ({"num_value_heads": 3, "num_heads": 2}, "num_value_heads=3 must be a multiple of num_heads=2"),
+        (
+            {"num_value_heads": 3, "num_heads": 2},
+            "num_value_heads=3 must be a multiple of num_heads=2",
+        ),
         ({"op": "kda", "lower_bound": 1.0}, "lower_bound must be None or a number below 0"),
         ({"head_dim": 0}, "head_dim must be at least 1, got 0"),
         ({"attention_heads": 5}, "must be num_heads=5 heads of even length"),
-        ({"attention_heads": 4, "attention_kv_heads": 3}, "num_heads=4 must be a multiple of num_kv_heads=3"),
+        (
+            {"attention_heads": 4, "attention_kv_heads": 3},
+            "num_heads=4 must be a multiple of num_kv_heads=3",
+        ),
     ],
 )
 def test_bad_configurations(changes, message):
@@ -164,15 +172,23 @@ def test_bad_configurations(changes, message):
 
 def test_loss_counts_what_is_to_be_predicted():
     rng = np.random.default_rng(0)
-    logits, tokens = rng.normal(size=(2, 6, VOCAB)).astype(np.float32), rng.integers(0, VOCAB, (2, 6))
+    logits, tokens = (
+        rng.normal(size=(2, 6, VOCAB)).astype(np.float32),
+        rng.integers(0, VOCAB, (2, 6)),
+    )
     ids = np.array([[1, 1, 2, 2, 2, 0], [1, 1, 1, 1, 1, 1]])
     mask = np.array([[True] * 6, [True, True, True, True, False, True]])
     log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     pairs = [(0, 0), (0, 2), (0, 3), (1, 0), (1, 1), (1, 2), (1, 4)]
     expected = -np.mean([log_p[b, t, tokens[b, t + 1]] for b, t in pairs])
-    got = jfla.nn.next_token_loss(jnp.asarray(logits), jnp.asarray(tokens), jnp.asarray(ids), jnp.asarray(mask))
+    got = jfla.nn.next_token_loss(
+        jnp.asarray(logits), jnp.asarray(tokens), jnp.asarray(ids), jnp.asarray(mask)
+    )
     np.testing.assert_allclose(got, expected, rtol=1e-6)
-    assert jfla.nn.next_token_loss(jnp.asarray(logits), jnp.asarray(tokens), jnp.zeros((2, 6), int)) == 0
+    assert (
+        jfla.nn.next_token_loss(jnp.asarray(logits), jnp.asarray(tokens), jnp.zeros((2, 6), int))
+        == 0
+    )
 
 
 def gradient(model, tokens):
@@ -194,7 +210,9 @@ def test_every_parameter_learns_and_remat_changes_nothing(tokens):
 
 def test_bfloat16_follows_float32(model, tokens):
     rough = make(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
-    nnx.update(rough, jax.tree.map(lambda a, b: a.astype(b.dtype), nnx.state(model), nnx.state(rough)))
+    nnx.update(
+        rough, jax.tree.map(lambda a, b: a.astype(b.dtype), nnx.state(model), nnx.state(rough))
+    )
     assert rough.blocks[0].mixer.q_proj.kernel.dtype == jnp.bfloat16
     assert rough.blocks[0].mixer.a_log.dtype == jnp.float32
     logits = logits_of(rough, tokens)
@@ -202,7 +220,9 @@ def test_bfloat16_follows_float32(model, tokens):
     # Rounding the weights alone sets the scale of what bfloat16 can do in this model.
     expected = np.asarray(logits_of(model, tokens))
     rounded = make()
-    nnx.update(rounded, jax.tree.map(lambda a, b: b.astype(a.dtype), nnx.state(rounded), nnx.state(rough)))
+    nnx.update(
+        rounded, jax.tree.map(lambda a, b: b.astype(a.dtype), nnx.state(rounded), nnx.state(rough))
+    )
     assert rms_error(logits, expected) < 3 * rms_error(logits_of(rounded, tokens), expected) < 0.2
     _, cache = jax.eval_shape(lambda: rough(tokens[:, :3], cache=rough.init_cache(3, 8)))
     assert cache[0].state.dtype == jnp.float32
@@ -211,10 +231,42 @@ def test_bfloat16_follows_float32(model, tokens):
 
 def test_gradients_of_a_shared_row_are_added_up_in_float32(tokens):
     """In bfloat16 they are rounded at each addition, and added one at a time on a GPU."""
-    graph, state = nnx.split(make(num_layers=1, attention_layers=(), tie_embeddings=False, dtype=jnp.bfloat16))
+    graph, state = nnx.split(
+        make(num_layers=1, attention_layers=(), tie_embeddings=False, dtype=jnp.bfloat16)
+    )
     loss = lambda state: nnx.merge(graph, state)(tokens).sum()
-    found = re.findall(rf"(\w+)\[{VOCAB},16\] = scatter-add", str(jax.make_jaxpr(jax.grad(loss))(state)))
+    found = re.findall(
+        rf"(\w+)\[{VOCAB},16\] = scatter-add", str(jax.make_jaxpr(jax.grad(loss))(state))
+    )
     assert found == ["f32"]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("op", ["kda", "gdn"])
+def test_no_array_gains_axes_silently(op, packed, tokens):
+    """Forward, backward and decoding trace where JAX refuses to add leading axes by itself."""
+    segment_ids = jnp.where(jnp.arange(TIME)[None] < jnp.array([[9], [20], [TIME]]), 1, 0)
+    segment_ids = segment_ids if packed else None
+    bias = op == "kda"
+    graph, state = nnx.split(make(op=op, num_layers=2, output_gate_bias=bias))
+
+    def loss(state):
+        logits = nnx.merge(graph, state)(tokens, segment_ids)
+        return jfla.nn.next_token_loss(logits, tokens, segment_ids)
+
+    def decode(state):
+        model = nnx.merge(graph, state)
+        ids = segment_ids
+        _, cache = model(tokens, ids, cache=model.init_cache(3, TIME + 2))
+        return model(tokens[:, :2], None if ids is None else ids[:, :2], cache=cache)
+
+    with jax.numpy_rank_promotion("raise"):
+        gradients = jax.eval_shape(jax.grad(loss), state)
+        logits, _ = jax.eval_shape(decode, state)
+        with pytest.raises(ValueError, match="rank_promotion"):
+            jax.eval_shape(jnp.add, jnp.ones((2, 3)), jnp.ones(3))
+    assert jax.tree.map(jnp.shape, gradients) == jax.tree.map(jnp.shape, state)
+    assert logits.shape == (3, 2, VOCAB)
 
 
 @pytest.mark.parametrize("cls", [jfla.nn.KimiDeltaAttention, jfla.nn.GatedDeltaNet])
@@ -228,7 +280,9 @@ def test_gates_start_as_published(cls):
     assert step.max() <= 0.1001
     np.testing.assert_allclose(np.log(step).mean(), np.log(1e-2), rtol=0.05)  # log-uniform
     if cls is jfla.nn.KimiDeltaAttention:
-        assert not np.asarray(cls(2, num_heads=512, head_dim=2, lower_bound=-5.0, rngs=nnx.Rngs(0)).a_log[...]).any()
+        assert not np.asarray(
+            cls(2, num_heads=512, head_dim=2, lower_bound=-5.0, rngs=nnx.Rngs(0)).a_log[...]
+        ).any()
 
 
 def test_the_implementation_reaches_the_op(monkeypatch):
@@ -237,13 +291,22 @@ def test_the_implementation_reaches_the_op(monkeypatch):
 
         def spy(q, k, v, g, beta, *, implementation, name=name, **options):
             calls.append((name, implementation))
-            return jfla.DeltaRuleOutput(v, jnp.zeros((1, 1, 4, 4)) if options["return_final_state"] else None)
+            return jfla.DeltaRuleOutput(
+                v, jnp.zeros((1, 1, 4, 4)) if options["return_final_state"] else None
+            )
 
         monkeypatch.setattr(jfla.api, name, spy)
-    layer = jfla.nn.GatedDeltaNet(8, num_heads=1, head_dim=4, implementation="xla", rngs=nnx.Rngs(0))
+    layer = jfla.nn.GatedDeltaNet(
+        8, num_heads=1, head_dim=4, implementation="xla", rngs=nnx.Rngs(0)
+    )
     x, cache = jnp.ones((1, 20, 8)), layer.init_cache(1)
     layer(x), layer(x, cache=cache), layer(x[:, :1], cache=cache), layer(x[:, :1])
-    assert calls == [("chunk_gdn", "xla"), ("chunk_gdn", "xla"), ("recurrent_gdn", "xla"), ("chunk_gdn", "xla")]
+    assert calls == [
+        ("chunk_gdn", "xla"),
+        ("chunk_gdn", "xla"),
+        ("recurrent_gdn", "xla"),
+        ("chunk_gdn", "xla"),
+    ]
 
 
 def test_the_ops_do_not_need_flax():

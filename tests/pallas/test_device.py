@@ -3,10 +3,9 @@
 import jax
 import numpy as np
 import pytest
+from support.kernel_cases import Call, by_kernels, check, inputs, results, scheduled
 
 import jfla
-from jfla.pallas import _config
-from pallas.kernels import Call, check, inputs, results
 
 CALLS = [
     Call(op, gates, batch=2, time=time, key_dim=key_dim, value_dim=value_dim)
@@ -16,9 +15,14 @@ CALLS = [
 ] + [
     Call(op, gates, segments=5, time=time, betas="edge", dtype=dtype)
     for op in ("kda", "gdn")
-    for gates, time, dtype in (("mixed", 300, "bfloat16"), ("raw", 64, "float16"), ("strong", 1, "bfloat16"))
+    for gates, time, dtype in (
+        ("mixed", 300, "bfloat16"),
+        ("raw", 64, "float16"),
+        ("strong", 1, "bfloat16"),
+    )
 ]
-CALLS += [Call(op, "raw", time=1000, heads=16, key_dim=128, value_dim=128) for op in ("kda", "gdn")]  # in one launch
+# In one launch.
+CALLS += [Call(op, "raw", time=1000, heads=16, key_dim=128, value_dim=128) for op in ("kda", "gdn")]
 CALLS += [
     Call(op, gates, time=200, key_dim=key_dim, value_dim=256)
     for op, key_dim in (("gdn", 256), ("gdn", 64), ("kda", 128))
@@ -30,26 +34,26 @@ CALLS += [Call("gdn", "mixed", time=200, key_dim=256, value_dim=64)]
 @pytest.mark.gpu
 @pytest.mark.parametrize("call", CALLS, ids=str)
 def test_values_and_gradients(call):
-    check(call, implementation="pallas")
+    check(call, by_kernels(call.op))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("op", ["kda", "gdn"])
 def test_the_same_bits_twice(op):
     arrays, rest = inputs(Call(op, batch=4, time=2048, heads=8, key_dim=128, value_dim=128))
-    run = jax.jit(lambda x: getattr(jfla, f"chunk_{op}")(**x, **rest, implementation="pallas"))
+    chunk = getattr(jfla, f"chunk_{op}")
+    run = jax.jit(lambda x: chunk(**x, **rest, implementation="pallas"))
     first, second = (jax.tree.map(np.asarray, run(arrays)) for _ in range(2))
     jax.tree.map(np.testing.assert_array_equal, first, second)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("segments", [0, 20])
-def test_stretches_of_time_one_after_the_other_give_the_bits_of_the_whole(segments, monkeypatch):
-    call = Call("gdn", "raw", batch=2, time=2048, heads=8, key_dim=128, value_dim=128, segments=segments)
-    arrays, rest = inputs(call)
-    found = []
-    for stretches in (0, 4):
-        monkeypatch.setattr(_config, "stretches", lambda *_, n=stretches: n)
-        jax.clear_caches()
-        found.append(results(lambda *a, **k: jfla.chunk_gdn(*a, **k, implementation="pallas"), arrays, rest))
-    jax.tree.map(np.testing.assert_array_equal, *(jax.tree.map(np.asarray, x) for x in found))
+def test_spans_of_time_one_after_the_other_give_the_bits_of_the_whole(segments):
+    sizes = {"batch": 2, "time": 2048, "heads": 8, "key_dim": 128, "value_dim": 128}
+    arrays, rest = inputs(Call("gdn", "raw", segments=segments, **sizes))
+    whole, by_span = (
+        results(scheduled("gdn", interpret=False, num_spans=spans), arrays, rest)
+        for spans in (0, 4)
+    )
+    jax.tree.map(np.testing.assert_array_equal, *jax.tree.map(np.asarray, (whole, by_span)))

@@ -1,19 +1,17 @@
 """Every kernel of the table compiled down to machine code for an H200, on a machine without a GPU, and its report."""
 
-import dataclasses
 import json
 import os
 import pathlib
 import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 import jfla
-from jfla import reference
-from jfla._types import Inputs, Options
-from jfla.pallas import decode, delta_rule
 
 H200 = """
 gpu_device_info {
@@ -29,7 +27,7 @@ device_description_str: "NVIDIA H200"
 """
 
 
-def compile_for_h200(function, *arguments) -> None:
+def compile_for_h200(function: Callable[..., Any], *arguments: Any) -> None:
     from jax.experimental import topologies
 
     topology = topologies.get_topology_desc(
@@ -37,20 +35,37 @@ def compile_for_h200(function, *arguments) -> None:
     )
     here = jax.sharding.SingleDeviceSharding(topology.devices[0])
     on_h200 = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here)
-    jax.jit(function).trace(*jax.tree.map(on_h200, arguments)).lower().compile()
+    with jfla.pallas.compiling_for("9.0"):
+        jax.jit(function).trace(*jax.tree.map(on_h200, arguments)).lower().compile()
 
 
-def describe(op: str, key_dim: int, value_dim: int, raw: bool, batch: int) -> tuple[Inputs, Options]:
-    """A call's shapes; batch decides whether V is split; 16 prepare beside the scan and take GDN back in stretches."""
+class Described(NamedTuple):
+    """A call's shapes, by argument, and what of it is static."""
+
+    arrays: dict[str, Any]
+    static: dict[str, Any]
+
+
+def describe(
+    op: str, dims: tuple[int, int], raw: bool, batch: int, time: int | None = None
+) -> Described:
+    """`batch` decides whether V is split; with 16 kernels overlap, and GDN's backward goes span by span."""
+    key_dim, value_dim = dims
+    heads = 2
+    time = time or (8192 if batch == 16 else 128)
+    tokens = (batch, time, heads)
     shape = jax.ShapeDtypeStruct
-    time, heads = 8192 if batch == 16 else 128, 2
-    gate_dim = key_dim if op == "kda" else 1
-    queries, values = (shape((batch, time, heads, d), jnp.bfloat16) for d in (key_dim, value_dim))
-    gate = jfla.SoftplusGate(shape((heads,), jnp.float32), None) if raw else None
-    g = shape((batch, time, heads, gate_dim), jnp.bfloat16 if raw else jnp.float32)
-    segment_ids = shape((batch, time), jnp.int32) if raw else None
-    inputs = Inputs(queries, queries, values, g, shape((batch, time, heads), jnp.float32), gate, None, segment_ids)
-    return inputs, Options(0.1, None, raw, not raw, None)
+    gate_shape = (*tokens, key_dim) if op == "kda" else tokens
+    arrays = {
+        "q": shape((*tokens, key_dim), jnp.bfloat16),
+        "k": shape((*tokens, key_dim), jnp.bfloat16),
+        "v": shape((*tokens, value_dim), jnp.bfloat16),
+        "g": shape(gate_shape, jnp.bfloat16 if raw else jnp.float32),
+        "beta": shape(tokens, jnp.float32),
+    }
+    if raw:
+        arrays["gate"] = jfla.SoftplusGate(shape((heads,), jnp.float32), None)
+    return Described(arrays, {"scale": 0.1, "qk_norm": raw})
 
 
 CONFIGURATIONS = [
@@ -65,7 +80,11 @@ CONFIGURATIONS = [
         ((128, 64), True, 1),
         ((128, 256) if op == "kda" else (256, 256), False, 1),
         ((64, 256), True, 1),
-        *([((128, 256), True, 1), ((256, 64), True, 1), ((256, 128), True, 1)] if op == "gdn" else []),
+        *(
+            [((128, 256), True, 1), ((256, 64), True, 1), ((256, 128), True, 1)]
+            if op == "gdn"
+            else []
+        ),
     )
 ]
 REPORT = pathlib.Path(__file__).with_name("h200_report.json")
@@ -85,15 +104,20 @@ def facts(report: str, counted: dict[str, str]) -> dict[str, dict[str, int]]:
     """Of every kernel in the compiler's report: registers, spilled bytes, instructions by class; the worst of each."""
     found: dict[str, dict[str, int]] = {}
     resources = (
-        r"Function properties for (jfla_\w+?)_mosaic_gpu_kernel\s+.*?(\d+) bytes spill stores.*?Used (\d+) registers"
+        r"Function properties for (jfla_\w+?)_mosaic_gpu_kernel\s+"
+        r".*?(\d+) bytes spill stores.*?Used (\d+) registers"
     )
     for name, spilled, registers in re.findall(resources, report, re.DOTALL):
         kernel = found.setdefault(name, {"registers": 0, "spilled bytes": 0})
         kernel["registers"] = max(kernel["registers"], int(registers))
         kernel["spilled bytes"] = max(kernel["spilled bytes"], int(spilled))
-    for name in re.findall(r"serialized due to .*? the function '(jfla_\w+?)_mosaic_gpu_kernel'", report):
+    for name in re.findall(
+        r"serialized due to .*? the function '(jfla_\w+?)_mosaic_gpu_kernel'", report
+    ):
         found[name]["serialized"] = 1
-    for name, code in re.findall(r"\.text\.(jfla_\w+?)_mosaic_gpu_kernel:(.*?)(?=//-----|\Z)", report, re.DOTALL):
+    for name, code in re.findall(
+        r"\.text\.(jfla_\w+?)_mosaic_gpu_kernel:(.*?)(?=//-----|\Z)", report, re.DOTALL
+    ):
         for fact, start in counted.items():
             count = len(re.findall(rf"\s{re.escape(start)}[.\s;]", code))
             found[name][fact] = max(found[name].get(fact, 0), count)
@@ -110,12 +134,17 @@ def check_report(name: str, now: dict[str, dict[str, int]], counted: dict[str, s
     for kernel in now:
         before = stored[name][kernel]
         for fact in counted:
-            assert now[kernel][fact] >= before[fact] * 0.9, f"{kernel}: {fact} {before[fact]} -> {now[kernel][fact]}"
+            assert now[kernel][fact] >= before[fact] * 0.9, (
+                f"{kernel}: {fact} {before[fact]} -> {now[kernel][fact]}"
+            )
 
 
 def marks(op: str, dims: tuple[int, int]) -> list[pytest.MarkDecorator]:
     """One process for each op. CI has time for these; the others are compiled with `-m aot`."""
-    quick = {"kda": [(64, 64), (128, 128), (128, 256)], "gdn": [(64, 64), (128, 128), (64, 128), (256, 256)]}[op]
+    quick = {
+        "kda": [(64, 64), (128, 128), (128, 256)],
+        "gdn": [(64, 64), (128, 128), (64, 128), (256, 256)],
+    }[op]
     return [pytest.mark.xdist_group(op), *([] if dims in quick else [pytest.mark.slow])]
 
 
@@ -134,35 +163,48 @@ def test_kernels_compile_as_written_down(op, dims, raw, batch, capfd, monkeypatc
     """
     monkeypatch.setitem(os.environ, "MOSAIC_GPU_DUMP_PTXAS", "1")
     monkeypatch.setitem(os.environ, "MOSAIC_GPU_DUMP_SASS", "1")
-    inputs, options = describe(op, *dims, raw, batch)
+    arrays, static = describe(op, dims, raw, batch)
+    segment_ids = jax.ShapeDtypeStruct(arrays["v"].shape[:2], jnp.int32) if raw else None
+    chunk = getattr(jfla, f"chunk_{op}")
 
-    def both(inputs):
-        out, left = delta_rule.forward(inputs, options, for_backward=True)
-        return delta_rule.backward(inputs, options, left, out.output, out.final_state)
+    def both(arrays: dict[str, Any], segment_ids: Any) -> dict[str, Any]:
+        static["segment_ids"] = segment_ids
+        static["return_final_state"] = not raw
+        out, adjoint = jax.vjp(lambda x: chunk(**x, **static), arrays)
+        return adjoint(out)[0]
 
-    compile_for_h200(both, inputs)
+    compile_for_h200(both, arrays, segment_ids)
     now = facts("".join(capfd.readouterr()), COUNTED)
-    assert any(kernel.get("wgmma") for kernel in now.values()), "expected machine code that no earlier test compiled"
+    assert any(kernel.get("wgmma") for kernel in now.values()), (
+        "expected machine code that no earlier test compiled"
+    )
     name = f"{op} K{dims[0]} V{dims[1]}, {'raw gates, packed' if raw else 'decays'}, B{batch}"
-    assert not [kernel for kernel in now if "serialized" in now[kernel] or now[kernel]["spilled bytes"]]
+    assert not [
+        kernel for kernel in now if "serialized" in now[kernel] or now[kernel]["spilled bytes"]
+    ]
     check_report(name, now, COUNTED)
 
 
 @pytest.mark.aot
 @pytest.mark.parametrize(("op", "dims", "time", "batch", "every"), DECODE_CONFIGURATIONS)
-def test_the_decode_kernel_compiles_as_written_down(op, dims, time, batch, every, capfd, monkeypatch):
+def test_the_decode_kernel_compiles_as_written_down(
+    op, dims, time, batch, every, capfd, monkeypatch
+):
     """No spilled register, and the state goes through device memory 16 bytes at a time: every float once each way.
 
     Where `every` token's state is wanted, the loop over tokens has those stores, and there are no others.
     """
     monkeypatch.setitem(os.environ, "MOSAIC_GPU_DUMP_PTXAS", "1")
     monkeypatch.setitem(os.environ, "MOSAIC_GPU_DUMP_SASS", "1")
-    inputs, options = describe(op, *dims, raw=True, batch=batch)
-    tokens = [jax.ShapeDtypeStruct((batch, time, *x.shape[2:]), x.dtype) for x in inputs[:5]]
-    state = jax.ShapeDtypeStruct((batch, inputs.v.shape[2], *dims), jnp.float32)
-    inputs = Inputs(*tokens, inputs.gate, state, None)
-    options = dataclasses.replace(options, return_final_state=True, return_states=every)
-    compile_for_h200(lambda inputs: decode.apply(inputs, options, reference.recurrent.apply, False), inputs)
+    arrays, static = describe(op, dims, raw=True, batch=batch, time=time)
+    heads = arrays["v"].shape[2]
+    arrays["initial_state"] = jax.ShapeDtypeStruct((batch, heads, *dims), jnp.float32)
+    recurrent = getattr(jfla, f"recurrent_{op}")
+
+    def decode(arrays: dict[str, Any]) -> jfla.DeltaRuleOutput:
+        return recurrent(**arrays, **static, return_final_state=True, return_states=every)
+
+    compile_for_h200(decode, arrays)
     now = facts("".join(capfd.readouterr()), DECODE_COUNTED)
     assert not [kernel for kernel in now if now[kernel]["spilled bytes"]]
     name = f"{op} K{dims[0]} V{dims[1]}, decode T{time}{', every state' if every else ''}, B{batch}"

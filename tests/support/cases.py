@@ -76,7 +76,9 @@ styles = st.builds(
 )
 
 
-def draw(config: Config, style: Style) -> tuple[dict[str, np.ndarray], np.ndarray | None, dict[str, np.ndarray]]:
+def draw(
+    config: Config, style: Style
+) -> tuple[dict[str, np.ndarray], np.ndarray | None, dict[str, np.ndarray]]:
     """(inputs that have gradients, segment ids, cotangents), rounded to the config's dtype, held in float64."""
     rng = np.random.default_rng(style.seed)
     c, tokens = config, (config.batch, config.time)
@@ -101,13 +103,30 @@ def draw(config: Config, style: Style) -> tuple[dict[str, np.ndarray], np.ndarra
             x["dt_bias"] = normal(per_token)
     x["beta"] = 3 * normal((*tokens, c.value_heads))
     if c.beta_max is None:
-        kinds = [rng.uniform(0, 2, x["beta"].shape) if b is None else np.full(x["beta"].shape, b) for b in style.betas]
-        x["beta"] = np.take_along_axis(np.stack(kinds), rng.integers(0, len(kinds), (1, *x["beta"].shape)), axis=0)[0]
-    states = (c.batch, *([] if c.segments is None else [c.segments]), c.value_heads, c.key_dim, c.value_dim)
+        kinds = [
+            rng.uniform(0, 2, x["beta"].shape) if b is None else np.full(x["beta"].shape, b)
+            for b in style.betas
+        ]
+        x["beta"] = np.take_along_axis(
+            np.stack(kinds), rng.integers(0, len(kinds), (1, *x["beta"].shape)), axis=0
+        )[0]
+    states = (
+        c.batch,
+        *([] if c.segments is None else [c.segments]),
+        c.value_heads,
+        c.key_dim,
+        c.value_dim,
+    )
     if c.state:
         x["initial_state"] = normal(states)
-    ids = None if c.segments is None else np.stack([_layout(rng, c.time, c.segments) for _ in range(c.batch)])
-    cotangents = {"output": normal(x["v"].shape)} | ({"final_state": normal(states)} if c.final else {})
+    ids = (
+        None
+        if c.segments is None
+        else np.stack([_layout(rng, c.time, c.segments) for _ in range(c.batch)])
+    )
+    cotangents = {"output": normal(x["v"].shape)} | (
+        {"final_state": normal(states)} if c.final else {}
+    )
     inputs, cotangents = (
         {name: a.astype(jnp.dtype(dtype(c, name))).astype(np.float64) for name, a in arrays.items()}
         for arrays in (x, cotangents)
@@ -117,7 +136,9 @@ def draw(config: Config, style: Style) -> tuple[dict[str, np.ndarray], np.ndarra
 
 def dtype(config: Config, name: str) -> str:
     """States and the gate's parameters stay float32 next to bfloat16 and float16."""
-    wide = name in ("a_log", "dt_bias", "initial_state", "final_state") and config.dtype != "float64"
+    wide = (
+        name in ("a_log", "dt_bias", "initial_state", "final_state") and config.dtype != "float64"
+    )
     return "float32" if wide else config.dtype
 
 
@@ -135,7 +156,9 @@ def _layout(rng: np.random.Generator, time: int, segments: int) -> np.ndarray:
 # The oracle: numpy, float64 (or complex128, to differentiate by an imaginary step), one token after the other.
 
 
-def oracle(config: Config, x: dict[str, np.ndarray], ids: np.ndarray | None) -> dict[str, np.ndarray]:
+def oracle(
+    config: Config, x: dict[str, np.ndarray], ids: np.ndarray | None
+) -> dict[str, np.ndarray]:
     """`output` and `final_state` by the definition."""
     c = config
     q, k, v, g, beta = (x[name] for name in ("q", "k", "v", "g", "beta"))
@@ -177,7 +200,9 @@ def loss(outputs: dict[str, np.ndarray], cotangents: dict[str, np.ndarray]) -> A
     return sum(np.sum(outputs[name] * cotangents[name]) for name in cotangents)
 
 
-def slope(config: Config, x: dict[str, np.ndarray], ids, cotangents, name: str, direction: np.ndarray) -> float:
+def slope(
+    config: Config, x: dict[str, np.ndarray], ids, cotangents, name: str, direction: np.ndarray
+) -> float:
     """d loss(x + h direction) / dh of the oracle, by an imaginary h: exact to rounding, no difference is formed."""
     moved = x | {name: x[name] + 1e-30j * np.where(np.isfinite(x[name]), direction, 0)}
     return float(np.imag(loss(oracle(config, moved, ids), cotangents)) / 1e-30)
@@ -214,19 +239,24 @@ def compiled(config: Config, form: str, optimized: bool = False):
 
     def run(x, ids, cotangents):
         def forward(x):
-            return {name: a for name, a in call(config, form, x, ids)._asdict().items() if a is not None}
+            return {
+                name: a for name, a in call(config, form, x, ids)._asdict().items() if a is not None
+            }
 
         out, adjoint = jax.vjp(forward, x)
         return out | {f"d{name}": a for name, a in adjoint(cotangents)[0].items()}
 
-    return jax.jit(run, compiler_options={"xla_backend_optimization_level": 3} if optimized else None)
+    return jax.jit(
+        run, compiler_options={"xla_backend_optimization_level": 3} if optimized else None
+    )
 
 
 def evaluate(config: Config, form: str, x, ids, cotangents) -> dict[str, np.ndarray]:
     """`compiled` on float64 numpy arrays, which go in with the config's dtype; results as they come, in numpy."""
     with jax.enable_x64(config.dtype == "float64"):
         x, cotangents = (
-            {name: jnp.asarray(a, dtype(config, name)) for name, a in arrays.items()} for arrays in (x, cotangents)
+            {name: jnp.asarray(a, dtype(config, name)) for name, a in arrays.items()}
+            for arrays in (x, cotangents)
         )
         out = compiled(config, form)(x, None if ids is None else jnp.asarray(ids), cotangents)
         return {name: np.asarray(a) for name, a in out.items()}
@@ -239,6 +269,8 @@ def error(x: np.ndarray, ref: np.ndarray, tiny: float = 0.0) -> float:
     return 0.0 if difference <= tiny else float(difference / np.linalg.norm(ref))
 
 
-def errors(x: dict[str, np.ndarray], ref: dict[str, np.ndarray], tiny: float = 0.0) -> dict[str, float]:
+def errors(
+    x: dict[str, np.ndarray], ref: dict[str, np.ndarray], tiny: float = 0.0
+) -> dict[str, float]:
     assert x.keys() <= ref.keys()
     return {name: error(x[name], ref[name], tiny) for name in x}

@@ -1,5 +1,6 @@
 """Launches a kernel: operands, grid, warpgroups and shared memory; compiled for the GPU or interpreted anywhere."""
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -45,10 +46,15 @@ def launch(
     def entry(*refs: Any) -> None:
         inputs_gmem = structure.unflatten([refs[position[id(x)]] for x in leaves])
         outputs_gmem = out_structure.unflatten(refs[len(operands) :])
-        allocate(lambda *scratch: body(inputs_gmem, outputs_gmem, *scratch), smem, barriers)
+
+        def with_scratch(smem: Any, barriers: Any) -> None:
+            body(inputs_gmem, outputs_gmem, smem, barriers)
+
+        allocate(with_scratch, smem, barriers)
 
     extra: dict[str, Any] = {}
     if interpreting():
+        _check_threads(name, num_warpgroups)
         extra["interpret"] = plgpu.InterpretGPUParams(detect_races=detect_races)
     kernel = plgpu.kernel(
         entry,
@@ -67,6 +73,28 @@ def launch(
         *operands
     )  # kernels have no batching rule
     return out_structure.unflatten(results)
+
+
+def _check_threads(name: str, num_warpgroups: int) -> None:
+    """Refuses a kernel that could not end when interpreted.
+
+    Each warpgroup is a program of its own on XLA's pool of CPU threads, and keeps its thread while it waits for
+    another one. With fewer threads than warpgroups the last one never starts.
+    """
+    if jax.default_backend() != "cpu":
+        return
+    processors = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        processors = len(os.sched_getaffinity(0))
+    processors = int(os.environ.get("NPROC") or processors)  # XLA reads this variable, too
+    threads = max(processors, jax.local_device_count())
+    if threads < num_warpgroups:
+        raise RuntimeError(
+            f"interpret mode needs a thread for each of the {num_warpgroups} warpgroups of the kernel "
+            f"{name}, and JAX has {threads} on this CPU; set "
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={max(num_warpgroups, 4)} "
+            "before JAX starts"
+        )
 
 
 def allocate(body: Callable[[Any, Any], None], smem: MemorySpec, barriers: MemorySpec) -> None:

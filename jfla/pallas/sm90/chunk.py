@@ -30,14 +30,14 @@ from jfla.pallas.sm90.intra_kda.kernel import intra_kda
 from jfla.pallas.sm90.results import IntraResults, KernelGrads
 from jfla.pallas.sm90.scan.spec import ScanConfig
 from jfla.pallas.sm90.scan.split_time import split_ends, split_states
-from jfla.pallas.sm90.scan.steps import backward_scans, output_scan
+from jfla.pallas.sm90.scan.steps import backward_scans_kernel, output_scan_kernel
 from jfla.stages import QK, FactoredQK, IntraChunk, Residuals, ScanResults
 from jfla.types import DeltaRuleOutput, Inputs, Options, State, Value
 
-# The three places where the gate's shape decides: `intra`, `chunk_grads`, and the scans' `TokenDecay`.
+# The three places where the gate's shape decides: `intra_kernel`, `grads_kernel`, and the scans' `TokenDecay`.
 
 
-def intra(
+def intra_kernel(
     x: KernelArrays,
     inputs: Inputs,
     options: Options,
@@ -58,7 +58,7 @@ def intra(
     return intra_kda(qkg_operands(x, inputs), tokens, x.v.shape[2], static, num_ctas)
 
 
-def chunk_grads(
+def grads_kernel(
     x: KernelArrays,
     inputs: Inputs,
     options: Options,
@@ -97,15 +97,15 @@ def forward(
         config = ScanConfig(schedule.overlap_v_block, smem_bytes=schedule.smem_bytes)
 
         def consume(results: IntraResults) -> PendingResults:
-            return output_scan(results.qk, results.intra, x.v, x.initial, config, **kept)
+            return output_scan_kernel(results.qk, results.intra, x.v, x.initial, config, **kept)
 
         with jax.named_scope("jfla_intra_overlap_output_scan"):
-            producing = intra(x, inputs, options, schedule, num_ctas=schedule.overlap_ctas)
+            producing = intra_kernel(x, inputs, options, schedule, num_ctas=schedule.overlap_ctas)
             flags_shape = (dims.batch, dims.heads, dims.n_chunks)
             intra_results, scanned = overlap(producing, consume, flags_shape)
     else:
         with jax.named_scope("jfla_intra"):
-            intra_results = run(intra(x, inputs, options, schedule))
+            intra_results = run(intra_kernel(x, inputs, options, schedule))
         config = ScanConfig(schedule.scan_v_block, smem_bytes=schedule.smem_bytes)
         initial = x.initial
         qk, pairs = intra_results.qk, intra_results.intra
@@ -113,7 +113,7 @@ def forward(
             with jax.named_scope("jfla_split_time"):
                 initial = split_states(qk, pairs, x.v, initial, config, schedule.time_splits)
         with jax.named_scope("jfla_output_scan"):
-            scanned = run(output_scan(qk, pairs, x.v, initial, config, **kept))
+            scanned = run(output_scan_kernel(qk, pairs, x.v, initial, config, **kept))
     output = scanned.stores[0][:, : inputs.v.shape[1]].astype(inputs.v.dtype)
     residuals = Residuals(intra_results.intra, scanned.checkpoints)
     return DeltaRuleOutput(output, scanned.last), residuals
@@ -130,7 +130,7 @@ def backward(
     """Cotangents of the inputs: the two scans, then the gradients of every chunk, then what is elementwise."""
     x = kernel_arrays(inputs, options)
     with jax.named_scope("jfla_intra"):
-        intra_results = run(intra(x, inputs, options, schedule, with_a=False))
+        intra_results = run(intra_kernel(x, inputs, options, schedule, with_a=False))
     do = kernel_cotangent(d_output, inputs)
     d_last = to_kernel_state(d_final)
     if residuals.state_checkpoints is not None:
@@ -141,7 +141,7 @@ def backward(
         return cotangents(inputs, options, grads, dv, d_initial)
     scans, d_initial = both_scans(x, schedule, intra_results.qk, residuals.intra, do, d_last)
     with jax.named_scope("jfla_chunk_grads"):
-        grads = chunk_grads(x, inputs, options, schedule, intra_results, scans)
+        grads = grads_kernel(x, inputs, options, schedule, intra_results, scans)
     return cotangents(inputs, options, grads, scans.dv, d_initial)
 
 
@@ -161,7 +161,7 @@ def both_scans(
             ends = split_ends(qk, pairs, x.v, do, ends, config, schedule.time_splits)
     with jax.named_scope("jfla_backward_scans"):
         keep_dstate = x.initial is not None
-        return backward_scans(qk, pairs, x.v, do, ends, config, keep_dstate=keep_dstate)
+        return backward_scans_kernel(qk, pairs, x.v, do, ends, config, keep_dstate=keep_dstate)
 
 
 def _writes_in_place(inputs: Inputs) -> bool:
@@ -193,7 +193,7 @@ class _BySpan:
     ) -> tuple[KernelGrads, Array, Array | None]:
         """The gradients, dv, and dS^T before the first chunk."""
         batch, heads, n_chunks, value_dim, key_dim = x.dims
-        checkpoints = residuals.state_checkpoints
+        checkpoints: Any = residuals.state_checkpoints
 
         def fill(refs: Any) -> None:
             grads, dv, d_state = refs
@@ -201,7 +201,7 @@ class _BySpan:
             def one_span(i: Array, carry: None) -> None:
                 spans_after = jnp.reshape(i, 1)
                 with jax.named_scope("jfla_backward_scans"):
-                    scans, _ = backward_scans(
+                    scans, _ = backward_scans_kernel(
                         qk,
                         residuals.intra,
                         x.v,

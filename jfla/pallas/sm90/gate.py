@@ -55,13 +55,13 @@ def coarse_softplus(x: Reg) -> Reg:
 def log2_decay(
     kind: GateKind,
     x: Reg,
-    rate: tuple[Any, Any] | None,
+    rate: Any,
     bias: Any,
     softplus: Callable[[Reg], Reg] = coarse_softplus,
 ) -> Reg:
     """Raw gate input [C, channels] float32 to log2 decay in [STRONGEST, 0].
 
-    `rate` is (a_log, exp(a_log)) of the head, `bias` is shaped like x.
+    `rate` is (a_log, exp(a_log)) of the head and `bias` is shaped like x; None without a gate.
     """
     if kind.name == "softplus":
         a_log, scale = rate

@@ -116,7 +116,7 @@ class Barriers(NamedTuple):
     masks_written: Barrier  # every warpgroup has written its share
 
 
-class Warpgroup(NamedTuple):
+class IntraGdnWarpgroup(NamedTuple):
     """What one warpgroup sees of the chunk that it works on: its own parts of shared memory."""
 
     spec: IntraGdnSpec
@@ -145,7 +145,7 @@ class Warpgroup(NamedTuple):
             plgpu.barrier_wait(self.barriers.masks_written)
 
 
-def load_tokens(ctx: Warpgroup, gmem: IntraGdnInputs) -> None:
+def load_tokens(ctx: IntraGdnWarpgroup, gmem: IntraGdnInputs) -> None:
     """Copies the chunk's q, k and token inputs to shared memory and waits for them."""
     loaded = ctx.barriers.loaded.at[ctx.wg]
     if ctx.spec.loads_qk:
@@ -156,7 +156,7 @@ def load_tokens(ctx: Warpgroup, gmem: IntraGdnInputs) -> None:
     plgpu.barrier_wait(loaded)
 
 
-def write_row_factors(ctx: Warpgroup) -> None:
+def write_row_factors(ctx: IntraGdnWarpgroup) -> None:
     """Writes token scalars, beta scaling and the factors of `FactoredQK` to shared memory."""
     vectors = ctx.vectors
     qk_norm = ctx.spec.options.qk_norm
@@ -189,7 +189,7 @@ def write_row_factors(ctx: Warpgroup) -> None:
     vectors.factors.at[CHUNK_DECAY][...] = chunk_decay
 
 
-def decayed_dots(ctx: Warpgroup, which: int) -> Reg:
+def decayed_dots(ctx: IntraGdnWarpgroup, which: int) -> Reg:
     """[C, C] float32: scale * q D k^T, or k D k^T; above the diagonal D is 1."""
     qk = ctx.qk
     left = (qk.q, qk.k)[which]
@@ -203,7 +203,7 @@ def decayed_dots(ctx: Warpgroup, which: int) -> Reg:
     return x * pair_decay(ctx.vectors.token_scalars.at[LOG2_CUM], qk.scale(which))
 
 
-def compute_a(ctx: Warpgroup, intra_gmem: IntraChunk) -> None:
+def compute_a(ctx: IntraGdnWarpgroup, intra_gmem: IntraChunk) -> None:
     """Computes a_qk and a_inv and starts their stores.
 
     Each is staged in a tile that the dots have read: a_qk in the first of q, which k D k^T does not
@@ -227,7 +227,7 @@ def compute_a(ctx: Warpgroup, intra_gmem: IntraChunk) -> None:
 
 
 def intra_of_chunk(
-    ctx: Warpgroup, gmem: IntraGdnInputs, out_gmem: IntraGdnOutputs, ready_flags: ReadyFlags
+    ctx: IntraGdnWarpgroup, gmem: IntraGdnInputs, out_gmem: IntraGdnOutputs, ready_flags: ReadyFlags
 ) -> None:
     """Everything that a warpgroup does with a chunk."""
     index = ctx.qk.index
@@ -316,7 +316,7 @@ def _intra_spec(
 
 def _warpgroup(
     spec: IntraGdnSpec, smem: SharedStorage, barriers: Barriers, wg: Index, work: WorkTile
-) -> Warpgroup:
+) -> IntraGdnWarpgroup:
     """In the kernel: a warpgroup's view of shared memory and of its chunk."""
     row = wg + work.zero
     last_tile = work.zero + spec.num_tiles - 1
@@ -332,7 +332,9 @@ def _warpgroup(
         k=k_smem,
         square_norms=vectors.square_norms,
     )
-    return Warpgroup(spec, wg, work, qk, lower_smem, scratch_smem, vectors, smem.masks, barriers)
+    return IntraGdnWarpgroup(
+        spec, wg, work, qk, lower_smem, scratch_smem, vectors, smem.masks, barriers
+    )
 
 
 def _own_tiles(tiles_smem: Smem, row: Index, last_tile: Index) -> tuple[Smem, Smem]:

@@ -3,14 +3,13 @@
 from typing import NamedTuple
 
 from jfla.pallas.mgpu.types import Gmem
-from jfla.stages import QK, IntraChunk
 
 
 class IntraResults(NamedTuple):
     """Of the intra-chunk kernel. `intra` is None where the caller has it; `token_scalars` is None for KDA."""
 
-    qk: QK
-    intra: IntraChunk | None
+    qk: Gmem  # a QK
+    intra: Gmem  # an IntraChunk or None
     token_scalars: Gmem  # [B, HV, N, 1 or 3, C] float32: see intra_gdn.py
 
 

@@ -11,7 +11,7 @@ from jfla.pallas.mgpu.smem import F32
 from jfla.pallas.sm90 import chunk
 from jfla.pallas.sm90.chunk_index import CHANNEL_BLOCK
 from jfla.pallas.sm90.scan.spec import ScanConfig
-from jfla.pallas.sm90.scan.steps import output_scan as output_scan_kernel
+from jfla.pallas.sm90.scan.steps import output_scan_kernel
 from jfla.stages import QK, ChunkGrads, IntraChunk, ScanResults
 from jfla.types import Inputs, Options
 
@@ -19,7 +19,7 @@ from jfla.types import Inputs, Options
 def intra(inputs: Inputs, options: Options, plan: Schedule | None = None) -> tuple[QK, IntraChunk]:
     """q and k as they meet the state, a_qk and a_inv of every chunk."""
     x = kernel_arrays(inputs, options)
-    results = run(chunk.intra(x, inputs, options, _plan(inputs, options, plan)))
+    results = run(chunk.intra_kernel(x, inputs, options, _plan(inputs, options, plan)))
     return results.qk, results.intra
 
 
@@ -46,6 +46,8 @@ def backward_scans(
     x = kernel_arrays(inputs, options)
     plan = _plan(inputs, options, plan)
     scans, d_initial = chunk.both_scans(x, plan, qk, pairs, do, to_kernel_state(d_final))
+    if d_initial is None:
+        raise ValueError("initial_state must be given, got None")
     return scans, d_initial[:, :, 0].mT
 
 
@@ -61,12 +63,12 @@ def chunk_grads(
         raise ValueError(f"K must be at most {CHANNEL_BLOCK} under qk_norm, got {key_dim}")
     x = kernel_arrays(inputs, options)
     plan = _plan(inputs, options, plan)
-    without_a = run(chunk.intra(x, inputs, options, plan, with_a=False))
-    grads = chunk.chunk_grads(x, inputs, options, plan, without_a, scans, out_dtype=F32)
+    without_a = run(chunk.intra_kernel(x, inputs, options, plan, with_a=False))
+    grads = chunk.grads_kernel(x, inputs, options, plan, without_a, scans, out_dtype=F32)
     heads = inputs.v.shape[2]
     return ChunkGrads(
-        dq=_sum_v_blocks(grads.dq, heads),
-        dk=_sum_v_blocks(grads.dk, heads),
+        dq=_over_v_blocks(grads.dq, heads),
+        dk=_over_v_blocks(grads.dk, heads),
         dg=_to_tokens(grads.dg)[..., None] if options.op.scalar_gate else grads.dg,
         v_new_dot_dv=_to_tokens(grads.v_new_dot_dv),
     )
@@ -76,7 +78,7 @@ def _plan(inputs: Inputs, options: Options, plan: Schedule | None) -> Schedule:
     return schedule(options.op, dims_of(inputs)) if plan is None else plan
 
 
-def _sum_v_blocks(dx: jax.Array, heads: int) -> jax.Array:
+def _over_v_blocks(dx: jax.Array, heads: int) -> jax.Array:
     """[B, T, HV * v_blocks, K] to [B, T, HV, K]."""
     batch, time, _, key_dim = dx.shape
     return jnp.sum(dx.reshape(batch, time, heads, -1, key_dim), axis=3)

@@ -18,9 +18,11 @@ from jfla.pallas.context import interpreted
 from jfla.pallas.mgpu.types import Gmem
 from jfla.pallas.sm90.decode.kernel import launch_decode
 from jfla.pallas.sm90.decode.spec import DecodeOutputs
+from jfla.parallel.sharding import compiler_partitioned
+from jfla.parallel.varying import vary_with
 from jfla.types import DeltaRuleOutput, Inputs, Options
 
-__all__ = ["DecodePlan", "run"]
+__all__ = ["DecodePlan", "decode"]
 
 Definition = Callable[[Inputs, Options], DeltaRuleOutput]
 
@@ -48,7 +50,10 @@ def _decode(
         return _launch(inputs, options, plan.v_block)
 
     def kernel(inputs: Inputs) -> DeltaRuleOutput:
-        return DeltaRuleOutput(*jax.custom_batching.sequential_vmap(launch)(inputs))
+        outputs = jax.custom_batching.sequential_vmap(launch)(inputs)
+        return DeltaRuleOutput(
+            *vary_with(outputs, inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta)
+        )
 
     def portable(inputs: Inputs) -> DeltaRuleOutput:
         return definition(inputs, options)
@@ -75,7 +80,7 @@ def _decode_jvp(
     return jax.jvp(definition_of, primals, tangents)
 
 
-run = jax.jit(_decode, static_argnames=("options", "definition", "plan"))
+decode = compiler_partitioned(jax.jit(_decode, static_argnames=("options", "definition", "plan")))
 
 
 def _launch(inputs: Inputs, options: Options, v_block: int) -> DecodeOutputs:

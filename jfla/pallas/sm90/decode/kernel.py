@@ -49,7 +49,7 @@ class RawTokens(NamedTuple):
     dt_bias: Reg | None  # [K] or, of a scalar gate, []
 
 
-class Warpgroup(NamedTuple):
+class DecodeWarpgroup(NamedTuple):
     """What the one warpgroup of a CTA sees."""
 
     spec: DecodeSpec
@@ -61,7 +61,7 @@ class Warpgroup(NamedTuple):
     smem: SharedStorage
 
 
-def run_decode(ctx: Warpgroup) -> None:
+def run_decode(ctx: DecodeWarpgroup) -> None:
     """Takes a block of a state through all tokens."""
     time = ctx.spec.time
     every_state = ctx.spec.options.return_states
@@ -84,7 +84,7 @@ def run_decode(ctx: Warpgroup) -> None:
         store_from_layout(ctx.block.of_state(ctx.states_gmem), state)
 
 
-def load_state(ctx: Warpgroup) -> Reg:
+def load_state(ctx: DecodeWarpgroup) -> Reg:
     """[K, v_block]: the initial state."""
     layout = ctx.layouts.state
     if ctx.gmem.state is None:
@@ -94,7 +94,7 @@ def load_state(ctx: Warpgroup) -> Reg:
     return load_with_layout(block_gmem, layout)
 
 
-def load_raw_tokens(ctx: Warpgroup) -> RawTokens:
+def load_raw_tokens(ctx: DecodeWarpgroup) -> RawTokens:
     """Loads what all tokens bring to the block."""
     gmem = ctx.gmem
     layouts = ctx.layouts
@@ -112,7 +112,7 @@ def load_raw_tokens(ctx: Warpgroup) -> RawTokens:
     return RawTokens(q, k, v, g, beta, a_log, _load_dt_bias(ctx))
 
 
-def _load_dt_bias(ctx: Warpgroup) -> Reg | None:
+def _load_dt_bias(ctx: DecodeWarpgroup) -> Reg | None:
     dt_bias = ctx.gmem.dt_bias
     if dt_bias is None:
         return None
@@ -121,7 +121,7 @@ def _load_dt_bias(ctx: Warpgroup) -> Reg | None:
     return load_with_layout(dt_bias.at[ctx.block.value_head], ctx.layouts.key_vector)
 
 
-def write_tokens(ctx: Warpgroup, raw: RawTokens) -> None:
+def write_tokens(ctx: DecodeWarpgroup, raw: RawTokens) -> None:
     """Applies gate, sigmoid of beta, l2norm and scale, and writes every token to shared memory."""
     options = ctx.spec.options
     smem = ctx.smem
@@ -146,12 +146,12 @@ def write_tokens(ctx: Warpgroup, raw: RawTokens) -> None:
     smem.v[...] = raw.v.astype(F32)
 
 
-def per_token_to_keys(ctx: Warpgroup, x: Reg) -> Reg:
+def per_token_to_keys(ctx: DecodeWarpgroup, x: Reg) -> Reg:
     """[T] to [T, K]."""
     return broadcast_to_layout(x, ctx.spec.token_keys_shape, 0, ctx.layouts.token_keys)
 
 
-def l2_normalized(ctx: Warpgroup, x: Reg) -> Reg:
+def l2_normalized(ctx: DecodeWarpgroup, x: Reg) -> Reg:
     """x [T, K] over its norm, where the op normalizes q and k."""
     if not ctx.spec.options.qk_norm:
         return x
@@ -175,7 +175,7 @@ def _float32_softplus(x: Reg) -> Reg:
     return relu + 2.0 * s * series
 
 
-def decode_step(ctx: Warpgroup, t: Index, state: Reg) -> Reg:
+def decode_step(ctx: DecodeWarpgroup, t: Index, state: Reg) -> Reg:
     """The recurrence of token t: stores its output and returns the state [K, v_block] after it.
 
     S <- decay S;   S <- S + k beta (v - k^T S);   o = q^T S
@@ -197,7 +197,7 @@ def decode_step(ctx: Warpgroup, t: Index, state: Reg) -> Reg:
     return state
 
 
-def _load_row_vector(ctx: Warpgroup, vector_smem: Smem) -> Reg:
+def _load_row_vector(ctx: DecodeWarpgroup, vector_smem: Smem) -> Reg:
     """[K] to [K, v_block]."""
     vector = load_with_layout(vector_smem, ctx.layouts.row_vector)
     return broadcast_to_layout(vector, ctx.spec.block_shape, 0, ctx.layouts.state)
@@ -223,7 +223,7 @@ def launch_decode(
     ) -> None:
         states_gmem = gmem.state if in_place else outputs_gmem.states
         block = spec.state_block(lax.axis_index("cta"))
-        ctx = Warpgroup(spec, layouts, block, gmem, outputs_gmem.output, states_gmem, smem)
+        ctx = DecodeWarpgroup(spec, layouts, block, gmem, outputs_gmem.output, states_gmem, smem)
         run_decode(ctx)
 
     return launch(

@@ -39,7 +39,7 @@ from jfla.pallas.sm90.grads_gdn.smem import (
     GDN_CONSUMERS,
     STATE,
     V_NEW,
-    Warpgroup,
+    GradsGdnWarpgroup,
 )
 from jfla.pallas.sm90.intra_gdn import INV_NORMS, LOG2_CUM
 from jfla.pallas.sm90.qk_tiles import K, Q
@@ -71,7 +71,7 @@ def zero_sums() -> SumsOverV:
     )
 
 
-def add_v_tile(ctx: Warpgroup, v_tile: Index, sums: SumsOverV) -> SumsOverV:
+def add_v_tile(ctx: GradsGdnWarpgroup, v_tile: Index, sums: SumsOverV) -> SumsOverV:
     """Waits for 64 columns of V, adds what they give, and frees their stage."""
     stage = ctx.stage(v_tile)
     plgpu.barrier_wait(ctx.barriers.v_full.at[stage])
@@ -100,7 +100,7 @@ def add_v_tile(ctx: Warpgroup, v_tile: Index, sums: SumsOverV) -> SumsOverV:
     )
 
 
-def write_pair_weights(ctx: Warpgroup, weights: Reg) -> None:
+def write_pair_weights(ctx: GradsGdnWarpgroup, weights: Reg) -> None:
     """W_q by consumer 0 and W_k by consumer 1, strictly lower, and their diagonals unscaled."""
     zero = zeros(CHUNK, CHUNK)
     options = ctx.spec.options
@@ -127,7 +127,7 @@ def write_pair_weights(ctx: Warpgroup, weights: Reg) -> None:
     weights_smem[...] = strictly_lower.astype(BF16)
 
 
-def constant_norm_grads(ctx: Warpgroup, sums: SumsOverV) -> tuple[Reg, Reg]:
+def constant_norm_grads(ctx: GradsGdnWarpgroup, sums: SumsOverV) -> tuple[Reg, Reg]:
     """dq and dk [C, 64] while the norms are held constant; writes `g_terms` for dg.
 
     Both consumers must have written their weights.
@@ -171,7 +171,7 @@ def constant_norm_grads(ctx: Warpgroup, sums: SumsOverV) -> tuple[Reg, Reg]:
     return dq, dk
 
 
-def store_dq_dk(ctx: Warpgroup, out_gmem: KernelGrads, grads: tuple[Reg, Reg]) -> None:
+def store_dq_dk(ctx: GradsGdnWarpgroup, out_gmem: KernelGrads, grads: tuple[Reg, Reg]) -> None:
     """The VJP of the norms, and the stores of dq and dk.
 
     With x normalised to f x, f = 1 / norm, and dx' the cotangent while f is held constant,
@@ -210,7 +210,7 @@ def store_dq_dk(ctx: Warpgroup, out_gmem: KernelGrads, grads: tuple[Reg, Reg]) -
         _store_tile(dx, tile, index.rows(dx_gmem, ctx.spec.heads, columns))
 
 
-def store_dg(ctx: Warpgroup, out_gmem: KernelGrads) -> None:
+def store_dg(ctx: GradsGdnWarpgroup, out_gmem: KernelGrads) -> None:
     """dg of the chunk, from this channel block; and dv . v_new, by the first block."""
     g_terms = ctx.smem.g_terms
 
@@ -249,7 +249,7 @@ def _store_tile(x: Reg, staging_smem: Smem, x_gmem: Gmem) -> None:
         plgpu.copy_smem_to_gmem(staging_smem, x_gmem)
 
 
-def _sum_over_tiles(ctx: Warpgroup, vectors_smem: Smem, layout: Layout) -> Reg:
+def _sum_over_tiles(ctx: GradsGdnWarpgroup, vectors_smem: Smem, layout: Layout) -> Reg:
     """[C]: the sum of a vector of every tile."""
     lines = [vectors_smem.at[tile] for tile in range(ctx.spec.num_tiles)]
     vectors = [plgpu.load(line, layout=layout) for line in lines]

@@ -17,7 +17,7 @@ from jfla.pallas.mgpu.launch import launch
 from jfla.pallas.mgpu.opaque import opaque_zero
 from jfla.pallas.mgpu.scheduler import TileScheduler, WorkTile
 from jfla.pallas.mgpu.smem import F32
-from jfla.pallas.mgpu.types import Index
+from jfla.pallas.mgpu.types import Gmem, Index
 from jfla.pallas.sm90.chunk_index import CHANNEL_BLOCK, TILE_K, TILE_V, ChunkGrid, TimeSpan
 from jfla.pallas.sm90.grads_gdn.dqkg import (
     SumsOverV,
@@ -38,8 +38,8 @@ from jfla.pallas.sm90.grads_gdn.smem import (
     Barriers,
     GradsGdnInputs,
     GradsGdnSpec,
+    GradsGdnWarpgroup,
     SharedStorage,
-    Warpgroup,
     grads_gdn_barriers,
     grads_gdn_storage,
 )
@@ -49,7 +49,7 @@ from jfla.stages import FactoredQK, ScanResults
 from jfla.types import CHUNK
 
 
-def run_consumer(ctx: Warpgroup, out_gmem: KernelGrads) -> None:
+def run_consumer(ctx: GradsGdnWarpgroup, out_gmem: KernelGrads) -> None:
     """What a consumer warpgroup does with a chunk."""
 
     def add(v_tile: Index, sums: SumsOverV) -> SumsOverV:
@@ -75,7 +75,7 @@ def run_consumer(ctx: Warpgroup, out_gmem: KernelGrads) -> None:
     plgpu.barrier_arrive(ctx.barriers.chunk_done)
 
 
-def run_producer(ctx: Warpgroup) -> None:
+def run_producer(ctx: GradsGdnWarpgroup) -> None:
     """Issues the copies of a chunk, each as soon as there is room."""
     for v_tile in range(ctx.spec.v_tiles):
         stage = ctx.stage(v_tile)
@@ -93,7 +93,7 @@ def run_producer(ctx: Warpgroup) -> None:
     load_qk(ctx)
 
 
-def load_v_tile(ctx: Warpgroup, v_tile: int, stage: Index) -> None:
+def load_v_tile(ctx: GradsGdnWarpgroup, v_tile: int, stage: Index) -> None:
     """Starts the copies of 64 columns of V of everything that the scans left, to one stage."""
     scans = ctx.gmem.scans
     rows_of_state = pl.ds(v_tile * TILE_V, TILE_V)
@@ -112,7 +112,7 @@ def load_v_tile(ctx: Warpgroup, v_tile: int, stage: Index) -> None:
             plgpu.copy_gmem_to_smem(source_tile, ctx.smem.states.at[stage, which, tile], full)
 
 
-def load_qk(ctx: Warpgroup) -> None:
+def load_qk(ctx: GradsGdnWarpgroup) -> None:
     """Starts the copies of a chunk's q, k, factors and token scalars."""
     index = ctx.global_chunk
     full = ctx.barriers.qk_full
@@ -155,14 +155,17 @@ def grads_gdn(
     scheduler = TileScheduler(spec.grid.num_tiles, max_ctas)
 
     def body(
-        gmem: GradsGdnInputs, outputs_gmem: KernelGrads, smem: SharedStorage, barriers: Barriers
+        gmem: GradsGdnInputs,
+        outputs_gmem: KernelGrads | None,
+        smem: SharedStorage,
+        barriers: Barriers,
     ) -> None:
         cta = lax.axis_index("cta")
         wg = lax.axis_index("wg")
-        out_gmem = outputs_gmem if gmem.span is None else gmem.span.results
+        out_gmem: Gmem = outputs_gmem if gmem.span is None else gmem.span.results
 
-        def context(work: WorkTile) -> Warpgroup:
-            return Warpgroup(wg + work.zero, work, spec, gmem, smem, barriers)
+        def context(work: WorkTile) -> GradsGdnWarpgroup:
+            return GradsGdnWarpgroup(wg + work.zero, work, spec, gmem, smem, barriers)
 
         @pl.when(wg < GDN_CONSUMERS)
         def _():
@@ -186,7 +189,7 @@ def grads_gdn(
     outputs = launch(
         body,
         GradsGdnInputs(qk.q, qk.k, scans, qk.factors, token_scalars, opaque_zero(), span),
-        shapes if span is None else (),
+        shapes if span is None else None,
         grid={"cta": scheduler.num_ctas},
         num_warpgroups=GDN_CONSUMERS + 1,
         smem=smem_spec,

@@ -93,7 +93,7 @@ class Barriers(NamedTuple):
     synced: Barrier  # of `sync_warpgroups`
 
 
-class Warpgroup(NamedTuple):
+class GradsGdnWarpgroup(NamedTuple):
     """What one warpgroup sees of the chunk and the channel block that its CTA works on.
 
     Consumers are numbered like Q and K: number 0 makes W_q, number 1 W_k.

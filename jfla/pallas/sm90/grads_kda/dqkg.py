@@ -47,7 +47,7 @@ from jfla.pallas.mgpu.smem import BF16, F32, transposed
 from jfla.pallas.mgpu.types import Index, Reg, Smem
 from jfla.pallas.sm90.chunk_index import TILE_K
 from jfla.pallas.sm90.decay_sums import FAST_RANGE, NEAR_STEPS, step_pairs
-from jfla.pallas.sm90.grads_kda.smem import FIRST_STEP, GRAD_MATRICES, Salt, Span, Warpgroup
+from jfla.pallas.sm90.grads_kda.smem import FIRST_STEP, GRAD_MATRICES, GradsKdaWarpgroup, Salt, Span
 from jfla.pallas.sm90.qk_tiles import K, Q, QkTiles
 from jfla.types import CHUNK
 
@@ -57,7 +57,7 @@ Grads = tuple[Reg, Reg, Reg]  # dq, dk, dg, each [C, 64] float32
 Carry = tuple[Index, Index, Grads]  # of the loop over steps: the step, where they end
 
 
-def dq_dk_dg(chunk_ctx: Warpgroup) -> Grads:
+def dq_dk_dg(chunk_ctx: GradsKdaWarpgroup) -> Grads:
     """[C, 64] each, of this warpgroup's channels; without pairs i = j and `smem.dg_chunk`.
 
     Where the chunk's gates allow, its pairs decay from the chunk's start, which takes one factor >
@@ -97,7 +97,7 @@ def dq_dk_dg(chunk_ctx: Warpgroup) -> Grads:
     return _add_strong_pairs(chunk_ctx, end, (dq, dk, dg))
 
 
-def _times_state(ctx: Warpgroup, values_smem: Smem, first: int) -> Reg:
+def _times_state(ctx: GradsKdaWarpgroup, values_smem: Smem, first: int) -> Reg:
     """[C, 64]: values [C, V] @ the state that begins at tile `first`, S^T (0) or dS^T (2)."""
     products = []
     for n in ctx.v_tiles():
@@ -106,7 +106,7 @@ def _times_state(ctx: Warpgroup, values_smem: Smem, first: int) -> Reg:
     return dot(zeros(CHUNK, TILE_K), *products)
 
 
-def _write_dg_chunk(ctx: Warpgroup) -> None:
+def _write_dg_chunk(ctx: GradsKdaWarpgroup) -> None:
     """chunk_decay * rowsum_v(S * dS) into `smem.dg_chunk`: the cotangent of the sum of all g."""
     # The same for every token, so a vector is kept: [channels, C] with equal columns.
     whole_chunk = ctx.segment_sum(Span.WHOLE_CHUNK, transpose=True)
@@ -126,7 +126,7 @@ def _write_dg_chunk(ctx: Warpgroup) -> None:
     dg_chunk[...] = jnp.sum(first_column, axis=1)
 
 
-def _multiply_states_in_place(ctx: Warpgroup) -> list[Smem]:
+def _multiply_states_in_place(ctx: GradsKdaWarpgroup) -> list[Smem]:
     """S * dS element by element, where S was: one tile [64 of V, 64 channels] for every 64 of V."""
 
     @pl.loop(0, ctx.num_v_tiles)
@@ -140,7 +140,9 @@ def _multiply_states_in_place(ctx: Warpgroup) -> list[Smem]:
     return [ctx.state(n) for n in ctx.v_tiles()]
 
 
-def _grads_from_start(ctx: Warpgroup, from_start: Reg, fast: Reg, dq: Reg, dk: Reg) -> Grads:
+def _grads_from_start(
+    ctx: GradsKdaWarpgroup, from_start: Reg, fast: Reg, dq: Reg, dk: Reg
+) -> Grads:
     """dq, dk and z = x dx of what decays by the sums `from_start`; dq, dk are do S^T, dv S^T.
 
     If `fast`, with pairs of tokens.
@@ -192,7 +194,7 @@ def _grads_from_start(ctx: Warpgroup, from_start: Reg, fast: Reg, dq: Reg, dk: R
     return lax.cond(fast, with_pairs, states_alone, dq, dk)
 
 
-def _in_range(ctx: Warpgroup, sums: Reg) -> Reg:
+def _in_range(ctx: GradsKdaWarpgroup, sums: Reg) -> Reg:
     """Whether 2^-sum is in range for all of this warpgroup's channels."""
     line = ctx.smem.min_sums.at[ctx.wg]
     line[...] = jnp.min(sums, axis=1)
@@ -201,7 +203,7 @@ def _in_range(ctx: Warpgroup, sums: Reg) -> Reg:
     return least > -FAST_RANGE
 
 
-def _add_strong_pairs(chunk_ctx: Warpgroup, end: Index, grads: Grads) -> Grads:
+def _add_strong_pairs(chunk_ctx: GradsKdaWarpgroup, end: Index, grads: Grads) -> Grads:
     """Adds what pairs of tokens give, for any gate, in the steps of DECAY_STEPS below `end`.
 
     From a block's start, a later token decays on and an earlier one back, which takes a factor > 1.
@@ -229,7 +231,7 @@ def _add_strong_pairs(chunk_ctx: Warpgroup, end: Index, grads: Grads) -> Grads:
     return grads
 
 
-def _pairs_step(ctx: Warpgroup, i: Index, end: Index, grads: Grads) -> Carry:
+def _pairs_step(ctx: GradsKdaWarpgroup, i: Index, end: Index, grads: Grads) -> Carry:
     """One step: the next one, where they end, and dq, dk, dg with this step's pairs."""
     dq, dk, dg = grads
     # W_q and W_k of these pairs are where dS was, from tile 2 on.
@@ -290,7 +292,7 @@ def _pairs_step(ctx: Warpgroup, i: Index, end: Index, grads: Grads) -> Carry:
     return i + 1, end, (dq, dk, dg)
 
 
-def _write_step_weights(ctx: Warpgroup, i: Index) -> None:
+def _write_step_weights(ctx: GradsKdaWarpgroup, i: Index) -> None:
     """The pairs of step i of W_q and W_k, where dS was: scratch 4 and 5."""
 
     @pl.loop(0, 2)
@@ -304,7 +306,7 @@ def _write_step_weights(ctx: Warpgroup, i: Index) -> None:
     plgpu.commit_smem()
 
 
-def _write_step_operands(ctx: Warpgroup, qk: QkTiles, sums: Reg, early_sums: Reg) -> None:
+def _write_step_operands(ctx: GradsKdaWarpgroup, qk: QkTiles, sums: Reg, early_sums: Reg) -> None:
     """q, k and k_early of a step, decayed by the sums, and the decay itself: scratch 0 to 3."""
     decay_smem = ctx.scratch(3)
     decay_smem[...] = jnp.exp2(sums).astype(BF16)

@@ -27,9 +27,9 @@ from jfla.pallas.sm90.grads_kda.smem import (
     GRAD_MATRICES,
     Barriers,
     GradsKdaOperands,
+    GradsKdaWarpgroup,
     Salt,
     SharedStorage,
-    Warpgroup,
 )
 from jfla.pallas.sm90.qk_tiles import K, Q, QkgOperands, QkOptions, QkTiles
 from jfla.pallas.sm90.results import KernelGrads
@@ -65,7 +65,7 @@ def grads_kda(
             options, index, kernel_heads, num_tiles, smem.q, smem.k, smem.square_norms, first_tile
         )
         zero = gmem.zero[0]
-        ctx = Warpgroup(wg, zero, zero, qk, gmem, smem, barriers, num_v_tiles)
+        ctx = GradsKdaWarpgroup(wg, zero, zero, qk, gmem, smem, barriers, num_v_tiles)
         _run_chunk(ctx, grads)
 
         @pl.when((wg == 0) & (k_block_index == 0))
@@ -126,7 +126,7 @@ def _with_v_blocks_as_heads(
 ) -> tuple[QkgOperands, ScanResults]:
     """On the host: every block of V is a value head of its own.
 
-    The states stay as they are: see `Warpgroup.state_view`.
+    The states stay as they are: see `GradsKdaWarpgroup.state_view`.
     """
     if v_blocks == 1:
         return gmem, scans
@@ -145,7 +145,7 @@ def _with_v_blocks_as_heads(
     return gmem, scans
 
 
-def _run_chunk(ctx: Warpgroup, grads: KernelGrads) -> None:
+def _run_chunk(ctx: GradsKdaWarpgroup, grads: KernelGrads) -> None:
     """All stages of a chunk, up to the stores of dq, dk and dg."""
     _load_chunk(ctx.recompute_addresses(Salt.LOAD))
     ctx.sync_warpgroups()
@@ -159,7 +159,7 @@ def _run_chunk(ctx: Warpgroup, grads: KernelGrads) -> None:
         _epilogue(own.recompute_addresses(Salt.EPILOGUE), grads, dq_dk_dg(own))
 
 
-def _load_chunk(ctx: Warpgroup) -> None:
+def _load_chunk(ctx: GradsKdaWarpgroup) -> None:
     """Copies everything in; then this warpgroup's log2 decays, and square norms of q and k."""
     _prefetch_chunk(ctx)
     qk = ctx.qk
@@ -185,7 +185,7 @@ def _load_chunk(ctx: Warpgroup) -> None:
     plgpu.barrier_wait(barriers.states_full)
 
 
-def _prefetch_chunk(ctx: Warpgroup) -> None:
+def _prefetch_chunk(ctx: GradsKdaWarpgroup) -> None:
     """Starts this warpgroup's share of the copies, in the order in which they are needed."""
     qk = ctx.qk
     index = qk.index
@@ -232,7 +232,7 @@ def _prefetch_chunk(ctx: Warpgroup) -> None:
                 plgpu.copy_gmem_to_smem(view, ctx.state(first + n), barriers.states_full)
 
 
-def _build_weights(ctx: Warpgroup) -> None:
+def _build_weights(ctx: GradsKdaWarpgroup) -> None:
     """W_q by warpgroup 0; W_k, and v_new . dv, by warpgroup 1: docs/math.md, equation (13).
 
     Both are strictly lower; the diagonal of W_q goes to `diag_w_q`.
@@ -256,7 +256,7 @@ def _build_weights(ctx: Warpgroup) -> None:
         build(smem.dv, smem.v_new_dot_dv, -1)
 
 
-def _epilogue(ctx: Warpgroup, grads_gmem: KernelGrads, grads: Grads) -> None:
+def _epilogue(ctx: GradsKdaWarpgroup, grads_gmem: KernelGrads, grads: Grads) -> None:
     """Adds pairs i = j and `dg_chunk`; VJPs of the scale and the l2norm; stores dq, dk, dg."""
     dq, dk, dg = grads
     qk = ctx.qk.with_inv_norms()
@@ -279,7 +279,7 @@ def _epilogue(ctx: Warpgroup, grads_gmem: KernelGrads, grads: Grads) -> None:
             plgpu.copy_smem_to_gmem(tile, target)
 
 
-def _norm_vjp(ctx: Warpgroup, qk: QkTiles, which: int, dx: Reg) -> Reg:
+def _norm_vjp(ctx: GradsKdaWarpgroup, qk: QkTiles, which: int, dx: Reg) -> Reg:
     """x = y / |y|, so dy = (dx - x (x . dx)) / |y|, and x . dx takes all channels."""
     norm_dot = ctx.smem.norm_dot
     norm_dot.at[which, ctx.wg][...] = jnp.sum(qk.normalized(which, ctx.wg) * dx, axis=1)

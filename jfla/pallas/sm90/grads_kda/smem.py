@@ -43,7 +43,7 @@ FIRST_STEP = len(Span)  # the first of DECAY_STEPS among GRAD_MATRICES
 class Salt(enum.IntEnum):
     """Which bit of the opaque zero a stage computes its addresses with.
 
-    See `Warpgroup.recompute_addresses`. Found by search, until no K and V spilled a register.
+    See `GradsKdaWarpgroup.recompute_addresses`. Found by search, until no K and V spilled a register.
     """
 
     STEP = 0
@@ -150,7 +150,7 @@ class Barriers(NamedTuple):
         )
 
 
-class Warpgroup(NamedTuple):
+class GradsKdaWarpgroup(NamedTuple):
     """One warpgroup at one chunk."""
 
     wg: Index
@@ -162,7 +162,7 @@ class Warpgroup(NamedTuple):
     barriers: Barriers
     num_v_tiles: int
 
-    def recompute_addresses(self, salt: Salt) -> "Warpgroup":
+    def recompute_addresses(self, salt: Salt) -> "GradsKdaWarpgroup":
         """The same with addresses that depend on an opaque zero of this stage alone.
 
         LLVM would compute addresses and masks once and keep them in registers from the first stage

@@ -24,12 +24,12 @@ from jfla.pallas.mgpu.types import Gmem, Index, Reg, Smem
 from jfla.pallas.sm90.beta_scaling import write_a_inv, write_lower
 from jfla.pallas.sm90.chunk_index import TILE_K
 from jfla.pallas.sm90.decay_sums import FAST_RANGE, NEAR_STEPS, step_pairs_in_rows
-from jfla.pallas.sm90.intra_kda.smem import STEP_MATRICES, Warpgroup
+from jfla.pallas.sm90.intra_kda.smem import STEP_MATRICES, IntraKdaWarpgroup
 from jfla.pallas.sm90.qk_tiles import K, Q
 from jfla.types import CHUNK
 
 
-def compute_a_kda(ctx: Warpgroup) -> Reg:
+def compute_a_kda(ctx: IntraKdaWarpgroup) -> Reg:
     """[C, C]: q_i . k_j (k_i . k_j in warpgroup 1) with the decay from j to i; 0 for j > i."""
     causal = _causal(ctx)
     a = ctx.dot_over_channels(ctx.rows, ctx.columns)
@@ -45,20 +45,20 @@ def compute_a_kda(ctx: Warpgroup) -> Reg:
     return lax.cond(too_strong, recompute, keep, a)
 
 
-def _causal(ctx: Warpgroup) -> Reg:
+def _causal(ctx: IntraKdaWarpgroup) -> Reg:
     """[C, C]: j <= i."""
     column = iota2d(1, CHUNK, ctx.iota)
     return column <= iota2d(0, CHUNK)
 
 
-def _any_row_too_strong(ctx: Warpgroup, min_sums_smem: Smem) -> Reg:
+def _any_row_too_strong(ctx: IntraKdaWarpgroup, min_sums_smem: Smem) -> Reg:
     """Whether a sum is below -FAST_RANGE, so that k * 2^-sum would overflow bfloat16."""
     lines_smem = ctx.tiles_of(min_sums_smem)
     lines = [plgpu.load(line, layout=COLS) for line in lines_smem]
     return jnp.min(_min_over_tiles(lines)) <= -FAST_RANGE
 
 
-def _strong_rows(ctx: Warpgroup, min_sums_smem: Smem) -> Reg:
+def _strong_rows(ctx: IntraKdaWarpgroup, min_sums_smem: Smem) -> Reg:
     """[C]: mask of the rows where it is."""
     lines_smem = ctx.tiles_of(min_sums_smem)
     lines = [line[...] for line in lines_smem]
@@ -72,7 +72,7 @@ def _min_over_tiles(lines: list[Reg]) -> Reg:
     return jnp.minimum(*lines)
 
 
-def _recompute_strong_rows(ctx: Warpgroup, a: Reg) -> Reg:
+def _recompute_strong_rows(ctx: IntraKdaWarpgroup, a: Reg) -> Reg:
     """a, with the rows replaced whose decay from the chunk's start is out of range.
 
     Hierarchically: blocks of 16 tokens first, then squares of halving size.
@@ -91,7 +91,7 @@ def _recompute_strong_rows(ctx: Warpgroup, a: Reg) -> Reg:
     return lax.fori_loop(1, num_steps, step, a)
 
 
-def _block_step(ctx: Warpgroup, a: Reg) -> Reg:
+def _block_step(ctx: IntraKdaWarpgroup, a: Reg) -> Reg:
     """Pairs inside blocks of 16 tokens decay from the block's start, which takes one factor > 1."""
     plgpu.barrier_wait(ctx.barriers.step_matrix_full)
     smem = ctx.smem
@@ -132,14 +132,14 @@ def _block_step(ctx: Warpgroup, a: Reg) -> Reg:
     return jnp.where(replaced, new, a)
 
 
-def _step_sums(ctx: Warpgroup) -> Reg:
+def _step_sums(ctx: IntraKdaWarpgroup) -> Reg:
     """[C, 64]: every token's sum of log2 decays by the step matrix that is in shared memory."""
     matrix = ctx.smem.step_matrix.at[ctx.zero]
     log2_decay = ctx.smem.log2_decay.at[ctx.wg]
     return dot(zeros(CHUNK, TILE_K), (matrix, log2_decay))
 
 
-def _halving_step(ctx: Warpgroup, i: Index, num_steps: Index, a: Reg) -> Reg:
+def _halving_step(ctx: IntraKdaWarpgroup, i: Index, num_steps: Index, a: Reg) -> Reg:
     """Pairs in the squares of step i decay through the middle, both factors <= 1.
 
     The last step is a token with itself. Pairs inside blocks of 16 are replaced only in rows
@@ -176,8 +176,8 @@ def _halving_step(ctx: Warpgroup, i: Index, num_steps: Index, a: Reg) -> Reg:
     return jnp.where(replaced, new, a)
 
 
-def store_a_qk(ctx: Warpgroup, a: Reg, a_qk_gmem: Gmem) -> None:
-    """Warpgroup 0: a_qk to global memory, through a tile that no matmul reads any more."""
+def store_a_qk(ctx: IntraKdaWarpgroup, a: Reg, a_qk_gmem: Gmem) -> None:
+    """IntraKdaWarpgroup 0: a_qk to global memory, through a tile that no matmul reads any more."""
     zero = ctx.zero
     a_qk = ctx.smem.decayed.at[zero + 2, zero]
     a_qk[...] = a.astype(BF16)
@@ -186,8 +186,8 @@ def store_a_qk(ctx: Warpgroup, a: Reg, a_qk_gmem: Gmem) -> None:
     plgpu.copy_smem_to_gmem(a_qk, target)
 
 
-def pass_lower(ctx: Warpgroup, a: Reg) -> None:
-    """Warpgroup 1: k D k^T with beta around it into `lower`, for warpgroup 2 to invert."""
+def pass_lower(ctx: IntraKdaWarpgroup, a: Reg) -> None:
+    """IntraKdaWarpgroup 1: k D k^T with beta around it into `lower`, for warpgroup 2 to invert."""
     scaling_smem = ctx.wait_beta_scaling(0)
     plgpu.barrier_wait(ctx.barriers.lower_empty)
     lower = ctx.smem.lower.at[ctx.zero]
@@ -195,8 +195,8 @@ def pass_lower(ctx: Warpgroup, a: Reg) -> None:
     plgpu.barrier_arrive(ctx.barriers.lower_full)
 
 
-def inverse_warpgroup(ctx: Warpgroup, a_inv_gmem: Gmem) -> None:
-    """Warpgroup 2: a_inv of a chunk from `lower`, while the q/k warpgroups are at the next."""
+def inverse_warpgroup(ctx: IntraKdaWarpgroup, a_inv_gmem: Gmem) -> None:
+    """IntraKdaWarpgroup 2: a_inv of a chunk from `lower`, while the q/k warpgroups are at the next."""
     ctx.prefetch_beta()
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     scaling_smem = ctx.wait_beta_scaling(1)

@@ -1,7 +1,7 @@
 """The intra-chunk kernel of KDA: q, k, g, beta of a chunk to `DecayedQK` and the A matrices.
 
 CTAs are persistent. Warpgroups 0 and 1 share a chunk: each makes the decayed q and k of 64
-channels, then 0 multiplies the rows of q, 1 those of k. Warpgroup 2 inverts, while the two go on to
+channels, then 0 multiplies the rows of q, 1 those of k. IntraKdaWarpgroup 2 inverts, while the two go on to
 the next chunk, which is in shared memory by then.
 """
 
@@ -34,15 +34,15 @@ from jfla.pallas.sm90.intra_kda.smem import (
     Barriers,
     IntraKdaOperands,
     IntraKdaOutputs,
+    IntraKdaWarpgroup,
     SharedStorage,
-    Warpgroup,
 )
 from jfla.pallas.sm90.qk_tiles import K, Q, QkgOperands, QkOptions, QkTiles
 from jfla.pallas.sm90.results import IntraResults
 from jfla.stages import DecayedQK, IntraChunk
 from jfla.types import CHUNK
 
-WarpgroupAt = Callable[[WorkTile], Warpgroup]
+WarpgroupAt = Callable[[WorkTile], IntraKdaWarpgroup]
 
 
 def intra_kda(
@@ -70,13 +70,15 @@ def intra_kda(
     ) -> None:
         wg = lax.axis_index("wg")
 
-        def ctx_at(work_tile: WorkTile) -> Warpgroup:
+        def ctx_at(work_tile: WorkTile) -> IntraKdaWarpgroup:
             zero = work_tile.zero
             slot = work_tile.iteration & 1
             index = grid(work_tile.tile_index)
             q, k = (smem.qk.at[slot, zero + which] for which in (Q, K))
             qk = QkTiles(options, index, value_heads, num_tiles, q, k, smem.square_norms)
-            return Warpgroup(wg + zero, work_tile, grid, qk, gmem, smem, barriers, ready_flags)
+            return IntraKdaWarpgroup(
+                wg + zero, work_tile, grid, qk, gmem, smem, barriers, ready_flags
+            )
 
         write_iota(smem.iota.at[wg])
 
@@ -171,7 +173,7 @@ def _run_qk_warpgroup(
 def _run_inverse_warpgroup(
     ctx_at: WarpgroupAt, scheduler: TileScheduler, cta: Index, outputs: IntraKdaOutputs
 ) -> None:
-    """Warpgroup 2: every chunk of the CTA."""
+    """IntraKdaWarpgroup 2: every chunk of the CTA."""
     first = ctx_at(scheduler.first(cta))
     plgpu.barrier_arrive(first.barriers.lower_empty)
 
@@ -183,7 +185,7 @@ def _run_inverse_warpgroup(
     first.ready_flags.signal(first.grid(last))
 
 
-def qk_warpgroup(ctx: Warpgroup, outputs: IntraKdaOutputs) -> None:
+def qk_warpgroup(ctx: IntraKdaWarpgroup, outputs: IntraKdaOutputs) -> None:
     """What warpgroups 0 and 1 do with a chunk."""
     with_intra = outputs.a_qk is not None
     if with_intra:
@@ -192,13 +194,20 @@ def qk_warpgroup(ctx: Warpgroup, outputs: IntraKdaOutputs) -> None:
         def _():
             ctx.prefetch_beta()
 
-    ctx.if_owns_channels(lambda: _load_qkg(ctx))
+    @ctx.if_owns_channels
+    def _load():
+        _load_qkg(ctx)
+
     if ctx.ready_flags.flags_gmem is not None:
         plgpu.wait_smem_to_gmem(0)  # the stores of the previous chunk have arrived meanwhile
     share_norms = ctx.qk.options.qk_norm and ctx.qk.num_tiles > 1
     if share_norms:
         ctx.sync_warpgroups()
-    ctx.if_owns_channels(lambda: _write_decayed_qk(ctx, outputs))
+
+    @ctx.if_owns_channels
+    def _decay():
+        _write_decayed_qk(ctx, outputs)
+
     if not with_intra:
         if share_norms:
             ctx.sync_warpgroups()  # the next chunk's norms replace these
@@ -216,7 +225,7 @@ def qk_warpgroup(ctx: Warpgroup, outputs: IntraKdaOutputs) -> None:
         pass_lower(ctx, a)
 
 
-def _load_qkg(ctx: Warpgroup) -> None:
+def _load_qkg(ctx: IntraKdaWarpgroup) -> None:
     """This warpgroup's channels of q, k and g, the last to log2 decays; prefetches the next."""
     qk = ctx.qk
     smem = ctx.smem
@@ -246,7 +255,7 @@ def _load_qkg(ctx: Warpgroup) -> None:
         ctx.prefetch_raw_gate(ctx.next_index)
 
 
-def _write_decayed_qk(ctx: Warpgroup, outputs: IntraKdaOutputs) -> None:
+def _write_decayed_qk(ctx: IntraKdaWarpgroup, outputs: IntraKdaOutputs) -> None:
     """`DecayedQK` of this warpgroup's channels to gmem; where A is made, also its columns."""
     tile = ctx.wg
     zero = ctx.zero

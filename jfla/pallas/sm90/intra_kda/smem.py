@@ -2,7 +2,7 @@
 
 Warpgroups 0 and 1, the q/k warpgroups, share a chunk: each owns a tile of 64 channels, then 0 the
 rows of q and 1 the rows of k of the A matrices. With K = 64 only warpgroup 0 owns channels.
-Warpgroup 2 inverts.
+IntraKdaWarpgroup 2 inverts.
 """
 
 from collections.abc import Callable
@@ -141,7 +141,7 @@ class Barriers(NamedTuple):
         )
 
 
-class Warpgroup(NamedTuple):
+class IntraKdaWarpgroup(NamedTuple):
     """One warpgroup at one chunk."""
 
     wg: Index
@@ -195,7 +195,7 @@ class Warpgroup(NamedTuple):
         columns = self.tiles_of(columns_smem)
         return dot(zeros(CHUNK, CHUNK), *[(a, transposed(b)) for a, b in zip(rows, columns)])
 
-    def recompute_addresses(self, zero: Index) -> "Warpgroup":
+    def recompute_addresses(self, zero: Index) -> "IntraKdaWarpgroup":
         """The same with addresses that depend on another opaque zero.
 
         Without it LLVM computes what both stages need once, before a loop that few chunks enter,

@@ -140,7 +140,7 @@ def backward_step(dstate: Reg, tiles: ChunkTiles, store: Store | None) -> Reg:
 # Kernels, on the host.
 
 
-def output_scan(
+def output_scan_kernel(
     qk: QK,
     intra: IntraChunk,
     v: jax.Array,
@@ -167,7 +167,7 @@ def output_scan(
     return pending._replace(resolve=lambda outputs: outputs[0])
 
 
-def backward_scans(
+def backward_scans_kernel(
     qk: QK,
     intra: IntraChunk,
     v: jax.Array,

@@ -1,0 +1,111 @@
+"""Draws the inputs of a case: random, never zeros, and the same arrays for every implementation."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from benchmarks.shapes import Case, Gate, Packing
+from jfla import segment_ids_from_cu_seqlens
+
+Arrays = dict[str, Array]
+MAIN = ("q", "k", "v", "g", "beta")  # what every op takes, in this order
+
+SLOW = 1e-3  # what the decay of the slow channel of "mixed" is multiplied by
+
+
+def cu_seqlens(packing: Packing, time: int, segments: int) -> Int[np.ndarray, " S_plus_1"]:
+    """Cumulative lengths of the packed sequences, each of at least one token, together T.
+
+    - uniform: all of T / S tokens, up to rounding.
+    - random: S - 1 different cuts, uniform in 1 .. T - 1, from a fixed seed.
+    - skewed: the first takes half of T, the others share the rest alike.
+
+    >>> print(cu_seqlens("uniform", 10, 4), cu_seqlens("skewed", 12, 4))
+    [ 0  2  5  7 10] [ 0  6  8 10 12]
+    """
+    if packing == "uniform":
+        inner = np.arange(1, segments) * time // segments
+    elif packing == "random":
+        random = np.random.default_rng(0)
+        inner = np.sort(random.choice(np.arange(1, time), segments - 1, replace=False))
+    else:
+        first = time // 2
+        others = segments - 1
+        inner = first + np.arange(others) * (time - first) // others
+    return np.concatenate([[0], inner, [time]]).astype(np.int32)
+
+
+def case_of(case: Case) -> Case:
+    """The case whose inputs a case has: those of its forward, unless it decodes."""
+    return case if case.timed == "decode" else dataclasses.replace(case, timed="forward")
+
+
+def draw(case: Case, seed: int) -> Arrays:
+    """Unit q and k, normal v and cotangent `do` in bfloat16; log decay `g` and `beta` in float32.
+
+    Decode has an `initial_state` and no cotangent, packed shapes have `segment_ids` and
+    `cu_seqlens`.
+    """
+    arrays = _draw(case_of(case), seed)
+    shape = case.shape
+    if shape.packing is not None:
+        cumulative = jnp.asarray(cu_seqlens(shape.packing, shape.time, shape.segments))
+        arrays["cu_seqlens"] = cumulative
+        arrays["segment_ids"] = segment_ids_from_cu_seqlens(cumulative, shape.time)
+    return jax.block_until_ready(arrays)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _draw(case: Case, seed: int) -> Arrays:
+    shape = case.shape
+    # The generator "rbg" compiles in a third of the default one's time.
+    keys = iter(jax.random.split(jax.random.key(seed, impl="rbg"), 7))
+
+    def normal(*rest: int) -> Array:
+        return jax.random.normal(next(keys), (shape.batch, shape.time, *rest))
+
+    def unit(x: Array) -> Array:
+        norm = jnp.linalg.norm(x, axis=-1, keepdims=True)
+        return (x / norm).astype(jnp.bfloat16)
+
+    dim = shape.dim
+    value_heads = shape.value_heads
+    gate_shape = (value_heads, dim) if case.op == "kda" else (value_heads,)
+    arrays = {}
+    arrays["q"] = unit(normal(shape.heads, dim))
+    arrays["k"] = unit(normal(shape.heads, dim))
+    arrays["v"] = normal(value_heads, dim).astype(jnp.bfloat16)
+    arrays["g"] = decay(normal(*gate_shape), case.gate)
+    arrays["beta"] = jax.nn.sigmoid(normal(value_heads))
+    if case.timed != "decode":
+        arrays["do"] = normal(value_heads, dim).astype(jnp.bfloat16)
+    else:
+        state_shape = (shape.batch, value_heads, dim, dim)
+        arrays["initial_state"] = jax.random.normal(next(keys), state_shape)
+    return arrays
+
+
+def decay(x: Array, gate: Gate) -> Array:
+    """Log decay of every token, of normal x.
+
+    - strong: clip(logsigmoid(x), -5, 0).
+    - weak: the same / 16.
+    - mixed: strong, but the first channel of every head (GDN, which has none: the first head) is
+      1000 times as slow.
+    - sigmoid: -5 sigmoid(x), the bounded gate of models that were published.
+    """
+    if gate == "sigmoid":
+        return -5 * jax.nn.sigmoid(x)
+    g = jnp.clip(jax.nn.log_sigmoid(x), -5, 0)
+    if gate == "weak":
+        return g / 16
+    return g.at[..., 0].multiply(SLOW) if gate == "mixed" else g
+
+
+def size(arrays: Arrays) -> int:
+    """Bytes of all arrays."""
+    return sum(x.nbytes for x in arrays.values())

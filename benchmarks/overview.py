@@ -1,0 +1,170 @@
+"""The few times that the README shows: ours beside the best of others, at gates that models use.
+
+KDA's times depend on the gate, so they are of the files in `results/sigmoid_gates`, whose decays
+are -5 sigmoid(x); what these lack, and GDN, are of the results that `jfla bench` wrote.
+"""
+
+import json
+from typing import NamedTuple
+
+from benchmarks.markdown import table
+from benchmarks.results import FOLDER, Results, Row
+from benchmarks.shapes import Shape
+
+SHAPES = (Shape(1, 8192, 32), Shape(8, 4096, 32), Shape(1, 65536, 32))
+OURS = "pallas"
+EXACT_PEER = "fla"
+NAMES = {
+    "pallas": "jfla",
+    "fla": "FLA 0.6.0",
+    "cudnn": "cuDNN frontend 1.32.0",
+    "flash_qla": "FlashQLA 0.1.3",
+    "jla": "jla 0.1.0",
+}
+# The passes in which these cut a sequence that comes alone, and drop small decays there.
+CUTS = {"cudnn": ("forward",), "flash_qla": ("forward", "backward")}
+GATES = {"kda": "sigmoid", "gdn": "strong"}
+
+
+class Time(NamedTuple):
+    """Milliseconds of one implementation, and where they come from."""
+
+    op: str
+    shape: str
+    implementation: str
+    forward: float
+    backward: float
+    gate: str
+    clock: str
+    source: str
+
+    def drops(self, timed: str) -> bool:
+        """Whether a pass leaves out a part of the recurrence."""
+        return self.shape.startswith("B1 ") and timed in CUTS.get(self.implementation, ())
+
+
+def sigmoid_times() -> list[Time]:
+    """What was timed with decays of -5 sigmoid(x) outside of `jfla bench`."""
+    found = []
+    for path in sorted((FOLDER / "sigmoid_gates").glob("*.json")):
+        record = json.loads(path.read_text())
+        for row in record["rows"]:
+            clock = record["clocks"][row["clock"]]
+            times = (row["forward"], row["backward"], record["gate"])
+            key = (row["op"], row["shape"], row["implementation"])
+            found.append(Time(*key, *times, clock, row["version"]))
+    return found
+
+
+def bench_times(records: list[Results]) -> list[Time]:
+    """What `jfla bench` timed, the newest record first."""
+    found = []
+    for record in records:
+        rows = {row.key: row for row in record.rows if row.ms is not None}
+        for row in rows.values():
+            backward = rows.get(_key_of_backward(row))
+            if row.timed == "forward" and backward is not None:
+                clock = "Device time by the profiler" if row.method == "device" else "Wall clock"
+                key = (row.op, row.shape, row.implementation)
+                times = (row.ms or 0.0, backward.ms or 0.0, row.gate)
+                source = f"commit {record.commit}, {record.date}"
+                found.append(Time(*key, *times, clock, source))
+    return found
+
+
+def _key_of_backward(row: Row) -> tuple[str, ...]:
+    return row.op, "backward", row.shape, row.gate, row.implementation
+
+
+def chosen(records: list[Results]) -> list[Time]:
+    """One time of every op, shape and implementation: at the op's gate, or else at strong gates."""
+    known = [*bench_times(records), *sigmoid_times()]
+    found: dict[tuple[str, str, str], Time] = {}
+    for gates in (GATES, {"kda": "strong", "gdn": "strong"}):
+        for time in known:
+            shown = time.shape in map(str, SHAPES) and time.implementation in NAMES
+            if shown and time.gate == gates[time.op]:
+                found.setdefault((time.op, time.shape, time.implementation), time)
+    return sorted(found.values(), key=_place)
+
+
+def _place(time: Time) -> tuple[int, ...]:
+    shapes = [str(shape) for shape in SHAPES]
+    names = list(NAMES)
+    return list(GATES).index(time.op), shapes.index(time.shape), names.index(time.implementation)
+
+
+def overview(records: list[Results]) -> str:
+    """The README's table and what has to be known of it."""
+    times = chosen(records)
+    body = []
+    shown = []
+    for op in GATES:
+        for shape in SHAPES:
+            row = _row([time for time in times if (time.op, time.shape) == (op, str(shape))])
+            if row is not None:
+                body.append((f"{op.upper()} {shape.batch} x {shape.time}", *_cells(row)))
+                shown += [time for time in row if time is not None]
+    header = ("batch x tokens", "jfla", NAMES[EXACT_PEER], "fastest other")
+    return "\n\n".join([table(header, body), _caption(shown, records[0])]) if body else ""
+
+
+def _row(times: list[Time]) -> list[Time | None] | None:
+    """Ours, that of the exact peer, and the fastest of the others; None without ours."""
+    found = {time.implementation: time for time in times}
+    if OURS not in found:
+        return None
+    others = [time for name, time in found.items() if name not in (OURS, EXACT_PEER)]
+    fastest = min(others, key=lambda time: time.forward + time.backward, default=None)
+    return [found[OURS], found.get(EXACT_PEER), fastest]
+
+
+def _cells(row: list[Time | None]) -> list[str]:
+    """Forward and backward of each, the shortest of both in bold, a mark where one drops."""
+    known = [time for time in row if time is not None]
+    forward = min(time.forward for time in known)
+    backward = min(time.backward for time in known)
+    cells = []
+    for time in row:
+        if time is None:
+            cells.append("")
+            continue
+        text = f"{_digits(time.forward, forward)} / {_digits(time.backward, backward)}"
+        peer = time.implementation not in (OURS, EXACT_PEER)
+        name = f" {NAMES[time.implementation]}" if peer else ""
+        cells.append(f"{text}{name}{' †' if time.drops('forward') else ''}")
+    return cells
+
+
+def _digits(ms: float, least: float) -> str:
+    text = f"{ms:#.3g}".rstrip(".")
+    return f"**{text}**" if ms == least else text
+
+
+def _caption(shown: list[Time], record: Results) -> str:
+    """Which device, gates, clocks and commits."""
+    return "\n".join(
+        [
+            f"Milliseconds, forward / backward, on one {record.device}; bfloat16, 32 heads,",
+            "K = V = 128; the shortest in bold. KDA with the bounded gate of published models,",
+            "-5 sigmoid(x), x normal; GDN and FLA's KDA with decays of a log-sigmoid, -5 to 0.",
+            "",
+            "† drops what decays below a bound: these cut a sequence that comes alone into pieces",
+            "(cuDNN in its forward, bound 2^-20; FlashQLA where it finds that faster, e^-10).",
+            "jfla and FLA drop nothing.",
+            "",
+            *_sources(shown),
+        ]
+    )
+
+
+def _sources(shown: list[Time]) -> list[str]:
+    """Clock and commit of the times, a line a clock."""
+    clocks: dict[str, list[str]] = {}
+    for time in shown:
+        name = NAMES[time.implementation].split()[0]
+        text = f"{time.op.upper()} of {name}"
+        if time.source not in NAMES[time.implementation]:
+            text += f" ({time.source})"
+        clocks.setdefault(time.clock, []).append(text)
+    return [f"{clock}: {', '.join(dict.fromkeys(names))}." for clock, names in clocks.items()]

@@ -1,0 +1,164 @@
+"""The implementations by name: the three of this library, and the peers; why one cannot run."""
+
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+import jfla
+from benchmarks.inputs import MAIN, Arrays
+from benchmarks.programs import DecodeProgram, JaxProgram, Program, Refused, Results
+from benchmarks.shapes import Case
+
+
+class Provider(NamedTuple):
+    """How an implementation is made.
+
+    `packages` must be importable; `build` makes the program of a case or raises `Refused`.
+    `tunes`: its first call may time kernels, and wants the device for itself.
+    """
+
+    build: Callable[[Case], Program]
+    packages: tuple[str, ...] = ()
+    ours: bool = False
+    tunes: bool = True
+
+
+def jax_program(op: Callable[..., jfla.DeltaRuleOutput], case: Case) -> JaxProgram:
+    """The case with `op`.
+
+    It takes the five arrays and, by name, `initial_state`, `segment_ids`, `return_final_state`.
+    """
+
+    def call(arrays: Arrays, *main: Any, state: bool) -> jfla.DeltaRuleOutput:
+        rest = {name: arrays[name] for name in ("initial_state", "segment_ids") if name in arrays}
+        return op(*main, **rest, return_final_state=state)
+
+    def forward(arrays: Arrays) -> Results:
+        main = [arrays[name] for name in MAIN]
+        out = call(arrays, *main, state=case.shape.packing is None)
+        return {name: x for name, x in out._asdict().items() if x is not None}
+
+    def both(arrays: Arrays) -> Results:
+        main = [arrays[name] for name in MAIN]
+        output, adjoint = jax.vjp(lambda *main: call(arrays, *main, state=False).output, *main)
+        gradients = adjoint(arrays["do"])
+        return {"output": output} | {f"d{name}": x for name, x in zip(MAIN, gradients)}
+
+    if case.timed == "decode":
+        return DecodeProgram(forward)
+    return JaxProgram(both if case.timed == "forward+backward" else forward)
+
+
+def _op(implementation: str, case: Case) -> Program:
+    form = "recurrent" if case.timed == "decode" else "chunk"
+    op = getattr(jfla, f"{form}_{case.op}")
+    return jax_program(lambda *main, **rest: op(*main, **rest, implementation=implementation), case)
+
+
+def _pallas(case: Case) -> Program:
+    if case.timed == "scan+output":
+        return importlib.import_module("benchmarks.stages").ours(case)
+    return _op("pallas", case)
+
+
+def _scan(case: Case) -> Program:
+    if case.timed == "decode":
+        raise Refused('one token of the scan is "xla"')
+    _no_stages(case)
+    return jax_program(getattr(jfla.reference, f"recurrent_{case.op}"), case)
+
+
+def _xla(case: Case) -> Program:
+    _no_stages(case)
+    return _op("xla", case)
+
+
+def _no_stages(case: Case) -> None:
+    if case.timed == "scan+output":
+        raise Refused("its stages are not kernels")
+
+
+def _peer(module: str) -> Callable[[Case], Program]:
+    def build(case: Case) -> Program:
+        cache = os.environ.get("TRITON_CACHE_DIR")
+        try:
+            found = importlib.import_module(f"benchmarks.{module}")
+        except ImportError as missing:
+            raise Refused(f"cannot be imported: {missing}") from missing
+        finally:
+            # jax-triton empties it; the peers after it would find no folder for their kernels.
+            os.environ.pop("TRITON_CACHE_DIR", None)
+            os.environ |= {} if cache is None else {"TRITON_CACHE_DIR": cache}
+        return found.build(case)
+
+    return build
+
+
+PROVIDERS: dict[str, Provider] = {
+    "pallas": Provider(_pallas, ours=True, tunes=False),
+    "xla": Provider(_xla, ours=True),
+    "scan": Provider(_scan, ours=True),
+    "fla": Provider(_peer("peer_fla"), ("torch", "triton", "fla")),
+    "fla_kernels": Provider(_peer("peer_fla_kernels"), ("torch", "triton", "fla", "jax_triton")),
+    "flash_qla": Provider(_peer("peer_flash_qla"), ("torch", "tilelang", "flash_qla")),
+    "cudnn": Provider(_peer("peer_cudnn"), ("torch", "cudnn")),
+    "tokamax": Provider(_peer("peer_tokamax"), ("tokamax",)),
+}
+DISTRIBUTIONS = {
+    "jfla": "jfla",
+    "jax": "jax",
+    "jaxlib": "jaxlib",
+    "torch": "torch",
+    "triton": "triton",
+    "fla": "fla-core",
+    "flash_qla": "flash-qla",
+    "tilelang": "tilelang",
+    "cudnn": "nvidia-cudnn-frontend",
+    "tokamax": "tokamax",
+    "jax_triton": "jax-triton",
+}
+
+
+def unavailable(name: str) -> str | None:
+    """Why an implementation cannot run here at all, or None.
+
+    >>> print(unavailable("xla"))
+    None
+    """
+    provider = PROVIDERS[name]
+    missing = [package for package in provider.packages if not _importable(package)]
+    if missing:
+        names = [DISTRIBUTIONS.get(package, package) for package in missing]
+        return f"no package {', '.join(names)}"
+    if not provider.ours and jax.default_backend() != "gpu":
+        return "needs an NVIDIA GPU"
+    return None
+
+
+def settings() -> dict[str, str]:
+    """What the environment says that can matter to a result."""
+    names = ("FLA_CACHE_MODE", "XLA_FLAGS")
+    return {name: os.environ[name] for name in names if name in os.environ}
+
+
+def versions() -> dict[str, str]:
+    """Versions of what can matter to a result; those that are absent are left out."""
+    found = {}
+    for distribution in DISTRIBUTIONS.values():
+        try:
+            found[distribution] = importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _importable(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except (ModuleNotFoundError, ValueError):
+        return False

@@ -1,0 +1,286 @@
+"""DeltaLM: a decoder-only language model of delta-rule layers and, where asked for, attention."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal, overload
+
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from jfla.nn.layers.attention import AttentionCache, CausalAttention
+from jfla.nn.layers.delta_mixer import DeltaCache, MixerOptions
+from jfla.nn.layers.gdn import GatedDeltaNet
+from jfla.nn.layers.kda import KimiDeltaAttention
+from jfla.nn.layers.norms import rms_norm
+from jfla.nn.layers.projections import DTypes, Projection, SwiGLU
+from jfla.nn.models.generate import generate
+from jfla.nn.sharding import BATCH, EMBED, VOCAB, annotated, constrain, refuse_explicit
+from jfla.types import Implementation, SegmentIds
+
+Tokens = Int[Array, "B T"]
+Hidden = Float[Array, "B T D"]
+Logits = Float[Array, "B T vocab"]
+LayerCache = DeltaCache | AttentionCache
+Cache = tuple[LayerCache, ...]
+Mixer = KimiDeltaAttention | GatedDeltaNet | CausalAttention
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeltaLMConfig:
+    """The shape of a `DeltaLM`.
+
+    **Fields:**
+
+    - `vocab_size`, `hidden_size`, `num_layers`.
+    - `op`: "kda" or "gdn".
+    - `num_heads`, `head_dim`: query and key heads and their length. `num_value_heads`,
+      `value_head_dim`: the same by default. `conv_size`, `allow_neg_eigval`, and for KDA
+      `lower_bound` and `output_gate_bias`: as in the layers.
+    - `intermediate_size`: of the SwiGLU; by default 2/3 `mlp_ratio` `hidden_size`, rounded up to a
+      multiple of 64.
+    - `attention_layers`: positions (from 0) that are causal softmax attention instead, with
+      `attention_heads` (`num_heads` by default) of `attention_kv_heads` (the same by default) and
+      rotary base `rope_theta`.
+    - `norm_eps`; `tie_embeddings`: the head is the embedding.
+    - `dtype` of the computation, `param_dtype` of the parameters, `implementation` of the op.
+    - `remat`: True recomputes each block in the backward, a policy of `jax.checkpoint_policies`
+      what it does not save; the op's residuals have names that start with `jfla_`.
+
+    **Raises:** `ValueError` for an unknown op, or an attention layer that does not exist.
+
+    >>> sizes = {"vocab_size": 256, "hidden_size": 128, "num_layers": 2}
+    >>> config = DeltaLMConfig(**sizes, num_heads=2, head_dim=32)
+    >>> print(config.intermediate_size)
+    384
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    head_dim: int
+    op: Literal["kda", "gdn"] = "kda"
+    num_value_heads: int | None = None
+    value_head_dim: int | None = None
+    conv_size: int = 4
+    allow_neg_eigval: bool = False
+    lower_bound: float | None = None
+    output_gate_bias: bool = False
+    mlp_ratio: float = 4.0
+    intermediate_size: int | None = None
+    attention_layers: tuple[int, ...] = ()
+    attention_heads: int | None = None
+    attention_kv_heads: int | None = None
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-5
+    tie_embeddings: bool = False
+    dtype: DTypeLike = jnp.float32
+    param_dtype: DTypeLike = jnp.float32
+    implementation: Implementation | None = None
+    remat: bool | Callable[..., Any] = False
+
+    def __post_init__(self):
+        if self.op not in ("kda", "gdn"):
+            raise ValueError(f'op must be "kda" or "gdn", got {self.op!r}')
+        if self.op == "gdn" and (self.lower_bound is not None or self.output_gate_bias):
+            raise ValueError(
+                'lower_bound and output_gate_bias must be left out with op="gdn": they are KDA\'s'
+            )
+        outside = [layer for layer in self.attention_layers if not 0 <= layer < self.num_layers]
+        if outside:
+            last = self.num_layers - 1
+            raise ValueError(f"attention_layers must be in 0 .. {last}, got {outside}")
+        if self.intermediate_size is None:
+            size = -(-int(self.mlp_ratio * self.hidden_size * 2 / 3) // 64) * 64
+            object.__setattr__(self, "intermediate_size", size)
+
+    @property
+    def dtypes(self) -> DTypes:
+        """Of the computation and of the parameters."""
+        return {"dtype": self.dtype, "param_dtype": self.param_dtype}
+
+
+def _mixer(config: DeltaLMConfig, layer: int, rngs: nnx.Rngs) -> Mixer:
+    if layer in config.attention_layers:
+        return CausalAttention(
+            config.hidden_size,
+            config.attention_heads or config.num_heads,
+            num_kv_heads=config.attention_kv_heads,
+            rope_theta=config.rope_theta,
+            rngs=rngs,
+            **config.dtypes,
+        )
+    options: MixerOptions = {
+        "num_value_heads": config.num_value_heads,
+        "value_head_dim": config.value_head_dim,
+        "conv_size": config.conv_size,
+        "norm_eps": config.norm_eps,
+        "allow_neg_eigval": config.allow_neg_eigval,
+        "implementation": config.implementation,
+        "dtype": config.dtype,
+        "param_dtype": config.param_dtype,
+    }
+    sizes = (config.hidden_size, config.num_heads, config.head_dim)
+    if config.op == "gdn":
+        return GatedDeltaNet(*sizes, rngs=rngs, **options)
+    return KimiDeltaAttention(
+        *sizes,
+        lower_bound=config.lower_bound,
+        output_gate_bias=config.output_gate_bias,
+        rngs=rngs,
+        **options,
+    )
+
+
+class _Block(nnx.Module):
+    """x + mixer(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: DeltaLMConfig, layer: int, rngs: nnx.Rngs):
+        assert config.intermediate_size is not None  # the configuration fills it in
+        hidden = config.hidden_size
+        dtypes = config.dtypes
+        self.mixer_norm = rms_norm(hidden, config.norm_eps, rngs=rngs, **dtypes)
+        self.mixer = _mixer(config, layer, rngs)
+        self.mlp_norm = rms_norm(hidden, config.norm_eps, rngs=rngs, **dtypes)
+        self.mlp = SwiGLU(hidden, config.intermediate_size, rngs=rngs, **dtypes)
+
+    def __call__(
+        self, x: Hidden, segment_ids: SegmentIds | None, cache: Any
+    ) -> tuple[Hidden, LayerCache | None]:
+        y, cache = self.mixer.mix(self.mixer_norm(x), segment_ids, cache)
+        x = constrain(x + y, (BATCH, None, None))
+        y = self.mlp(self.mlp_norm(x))
+        return constrain(x + y, (BATCH, None, None)), cache
+
+
+class DeltaLM(nnx.Module):
+    """Embedding, pre-norm blocks of a delta-rule layer (or attention) and a SwiGLU, RMSNorm, head.
+
+        x <- x + mixer(RMSNorm(x));   x <- x + mlp(RMSNorm(x));   logits = RMSNorm(x) W
+
+    **Call:** `model(tokens, segment_ids=None, cache=None)` with tokens `[B, T]` gives float32
+    logits `[B, T, vocab_size]`; with a cache from `init_cache` (or from the call before) it gives
+    `(logits, cache)`. Packed sequences and padding are told by `segment_ids` as in the layers, with
+    and without a cache.
+
+    **Meshes:** parameters carry the axis names "embed", "heads", "mlp" and "vocab", activations
+    "batch". Where rules say what they stand for, the model is made, trained and sampled in that
+    layout; the mesh's axes must be `Auto`:
+
+        auto = (jax.sharding.AxisType.Auto,) * 2
+        mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=auto)
+        rules = (("batch", "data"), ("heads", "model"), ("mlp", "model"), ("vocab", "model"))
+        with jax.set_mesh(mesh), nnx.logical_axis_rules((*rules, ("embed", None))):
+            model = DeltaLM(config, rngs=nnx.Rngs(0))
+
+    **Raises:** `ValueError` for sizes that do not fit, and for arrays over explicit mesh axes.
+
+    >>> import jax, jfla.nn
+    >>> from flax import nnx
+    >>> sizes = {"vocab_size": 16, "hidden_size": 32, "num_layers": 1}
+    >>> config = jfla.nn.DeltaLMConfig(**sizes, num_heads=2, head_dim=16)
+    >>> model = jfla.nn.DeltaLM(config, rngs=nnx.Rngs(0))
+    >>> tokens = jax.numpy.array([[1, 2, 3]])
+    >>> print(model(tokens).shape, model.generate(tokens, 4, key=jax.random.key(0)).shape)
+    (1, 3, 16) (1, 4)
+    """
+
+    def __init__(self, config: DeltaLMConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        # Looked up in the dtype of the parameters: gradients of a row that many tokens share are
+        # added up in that.
+        self.embed = nnx.Embed(
+            config.vocab_size,
+            config.hidden_size,
+            embedding_init=annotated(nnx.initializers.normal(0.02), (VOCAB, EMBED)),
+            rngs=rngs,
+            param_dtype=config.param_dtype,
+        )
+        blocks = [_Block(config, layer, rngs) for layer in range(config.num_layers)]
+        self.blocks = nnx.List(blocks)
+        self.norm = rms_norm(config.hidden_size, config.norm_eps, rngs=rngs, **config.dtypes)
+        self.head = nnx.data(None)
+        if not config.tie_embeddings:
+            hidden = (config.hidden_size,)
+            vocab = (config.vocab_size,)
+            self.head = Projection(hidden, vocab, (EMBED, VOCAB), rngs=rngs, **config.dtypes)
+
+    @overload
+    def __call__(
+        self, tokens: Tokens, segment_ids: SegmentIds | None = None, cache: None = None
+    ) -> Logits: ...
+    @overload
+    def __call__(
+        self, tokens: Tokens, segment_ids: SegmentIds | None = None, *, cache: Cache
+    ) -> tuple[Logits, Cache]: ...
+    def __call__(self, tokens, segment_ids=None, cache=None):
+        x, new_cache = self.hidden(tokens, segment_ids, cache)
+        logits = self.logits(x)
+        return logits if cache is None else (logits, new_cache)
+
+    def hidden(
+        self, tokens: Tokens, segment_ids: SegmentIds | None = None, cache: Cache | None = None
+    ) -> tuple[Hidden, Cache | None]:
+        """What the head reads, and the cache (None without one)."""
+        refuse_explicit("tokens", tokens)
+        x = self.embed(tokens).astype(self.config.dtype)
+        x = constrain(x, (BATCH, None, None))
+        if cache is None:
+            return self._without_cache(x, segment_ids), None
+        new_cache = []
+        for block, layer_cache in zip(self.blocks, cache, strict=True):
+            x, layer_cache = block(x, segment_ids, layer_cache)
+            new_cache.append(layer_cache)
+        return self.norm(x), tuple(new_cache)
+
+    def _without_cache(self, x: Hidden, segment_ids: SegmentIds | None) -> Hidden:
+        remat = self.config.remat
+        apply = _Block.__call__
+        if remat is not False:
+            apply = nnx.remat(apply, policy=None if remat is True else remat)
+        for block in self.blocks:
+            x, _ = apply(block, x, segment_ids, None)
+        return self.norm(x)
+
+    def logits(self, x: Hidden) -> Logits:
+        """The head: logits in float32."""
+        if self.head is not None:
+            return self.head(x, result=jnp.float32)
+        table = self.embed.embedding[...].astype(x.dtype)
+        return jnp.einsum("btd,vd->btv", x, table, preferred_element_type=jnp.float32)
+
+    def init_cache(self, batch: int, max_len: int) -> Cache:
+        """One cache per layer. Only attention layers take up room for `max_len` tokens."""
+
+        def empty(mixer: Mixer) -> LayerCache:
+            if isinstance(mixer, CausalAttention):
+                return mixer.init_cache(batch, max_len)
+            return mixer.init_cache(batch)
+
+        return tuple(empty(block.mixer) for block in self.blocks)
+
+    def generate(
+        self,
+        prompt: Tokens,
+        length: int,
+        *,
+        key: PRNGKeyArray,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        segment_ids: SegmentIds | None = None,
+    ) -> Int[Array, "B length"]:
+        """Samples `length` tokens behind each prompt: one pass over them, then a compiled loop.
+
+        **Arguments:** `prompt` `[B, T]`; `temperature` divides the logits, 0 takes the largest;
+        `top_k` keeps that many largest logits; `segment_ids` `[B, T]`, 1 on tokens and 0 on the
+        padding behind shorter prompts.
+
+        **Returns:** the new tokens, `[B, length]`. The same key gives the same tokens.
+
+        **Raises:** `ValueError` for a length below 1, a negative temperature or a `top_k` outside
+        1 .. vocab_size.
+        """
+        vocab_size = self.config.vocab_size
+        return generate(self, vocab_size, prompt, length, key, temperature, top_k, segment_ids)

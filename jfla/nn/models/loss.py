@@ -1,0 +1,37 @@
+"""Next-token cross entropy for packed sequences."""
+
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Bool, Float, Int
+
+from jfla.types import SegmentIds
+
+
+def next_token_loss(
+    logits: Float[Array, "B T vocab"],
+    tokens: Int[Array, "B T"],
+    segment_ids: SegmentIds | None = None,
+    mask: Bool[Array, "B T"] | None = None,
+) -> Float[Array, ""]:
+    """Mean cross entropy, in nats, of predicting token t + 1 from position t.
+
+        loss = mean of -log softmax(logits_t)[tokens_(t+1)]
+               over t with a next token in the same sequence
+
+    **Arguments:** `logits` `[B, T, vocab]` and `tokens` `[B, T]` at the same positions;
+    `segment_ids` `[B, T]`: no prediction crosses a border, none concerns padding (0); `mask`
+    `[B, T]`, False on tokens that are not to be predicted.
+
+    **Returns:** a scalar; 0 when nothing is to be predicted.
+
+    >>> import jax.numpy as jnp
+    >>> print(next_token_loss(jnp.zeros((1, 3, 8)), jnp.array([[1, 2, 3]])).round(4))  # log 8
+    2.0794
+    """
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens[:, 1:])
+    keep = jnp.ones(losses.shape, bool) if mask is None else mask[:, 1:]
+    if segment_ids is not None:
+        target = segment_ids[:, 1:]
+        keep = keep & (target == segment_ids[:, :-1]) & (target != 0)
+    total = jnp.sum(jnp.where(keep, losses, 0))
+    return total / jnp.maximum(jnp.sum(keep), 1)

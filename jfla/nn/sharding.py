@@ -1,0 +1,151 @@
+"""Logical axes of parameters and activations, and the delta rule under a mesh.
+
+Parameters carry the names below as Flax partitioning metadata; `flax.nnx.logical_axis_rules` says
+which mesh axis, if any, each name stands for. Without a mesh (`jax.set_mesh`) none of this does
+anything.
+"""
+
+import math
+from collections.abc import Callable
+
+import jax
+from flax import nnx
+from flax.core.spmd import get_logical_axis_rules
+from jax import Array
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
+
+from jfla.gates import Gate
+from jfla.types import DeltaRuleOutput
+
+BATCH = "batch"
+EMBED = "embed"
+HEADS = "heads"
+MLP = "mlp"
+VOCAB = "vocab"
+
+Axes = tuple[str | None, ...]
+MeshAxis = str | tuple[str, ...] | None
+Initializer = Callable[[Array, tuple[int, ...], DTypeLike], Array]
+
+_REMEDY = "make the mesh with jax.make_mesh(..., axis_types=(jax.sharding.AxisType.Auto, ...))"
+
+
+def annotated(initializer: Initializer, axes: Axes) -> Initializer:
+    """The initializer of a parameter with a logical name (or None) per axis, sharded by a mesh."""
+
+    def sharded(key: Array, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
+        return constrain(initializer(key, shape, dtype), axes)
+
+    # Flax's own eager sharding fails without a mesh or a rule, and whether it is on is part of a
+    # parameter's type.
+    return nnx.with_partitioning(sharded, axes, eager_sharding=False)
+
+
+def partitioned(
+    initializer: Initializer,
+    axes: Axes,
+    rngs: nnx.Rngs,
+    shape: tuple[int, ...],
+    dtype: DTypeLike,
+) -> nnx.Param[Array]:
+    """A parameter with a logical axis name (or None) per axis."""
+    return nnx.Param(annotated(initializer, axes)(rngs.params(), shape, dtype))
+
+
+def constrain(x: Array, axes: Axes) -> Array:
+    """Shards an array along its logical axes.
+
+    Axes without a name, and those whose length the mesh axis does not divide, are replicated.
+    """
+    mesh_axes = [_mesh_axis(axis) for axis in axes]
+    if not any(mesh_axes):
+        return x
+    spec = [
+        mesh_axis if length % _size(mesh_axis) == 0 else None
+        for mesh_axis, length in zip(mesh_axes, x.shape)
+    ]
+    return jax.lax.with_sharding_constraint(x, P(*spec))
+
+
+def refuse_explicit(name: str, x: Array) -> None:
+    """Raises `ValueError` for an array sharded over explicit mesh axes.
+
+    With those, every layer would have to name the sharding of what it computes.
+    """
+    spec = jax.typeof(x).sharding.spec
+    if any(axis is not None for axis in spec):
+        raise ValueError(
+            f"the mesh axes of {name} must be AxisType.Auto, "
+            f"got {spec} over Explicit ones: {_REMEDY}"
+        )
+
+
+def delta_rule(
+    op: Callable[..., DeltaRuleOutput],
+    arrays: tuple[Array, ...],
+    gate: Gate | None,
+    initial_state: Array | None,
+    segment_ids: Array | None,
+) -> DeltaRuleOutput:
+    """`op` on q, k, v, g, beta; under a mesh every device runs it on its own rows and heads.
+
+    The compiler cannot partition a kernel by itself, and rows and heads are independent: there is
+    no communication.
+    """
+
+    def local(
+        arrays: tuple[Array, ...],
+        gate: Gate | None,
+        initial_state: Array | None,
+        segment_ids: Array | None,
+    ) -> tuple[Array, Array | None]:
+        out = op(*arrays, gate=gate, initial_state=initial_state, segment_ids=segment_ids)
+        return out.output, out.final_state
+
+    q, _, v, *_ = arrays
+    batch = _dividing(_mesh_axis(BATCH), q.shape[0])
+    heads = _dividing(_mesh_axis(HEADS), q.shape[2], v.shape[2])
+    if batch is None and heads is None:
+        return DeltaRuleOutput(*local(arrays, gate, initial_state, segment_ids))
+    by_head = P(batch, None, heads)
+    by_state = P(batch, heads)
+    run = jax.shard_map(
+        local,
+        in_specs=(by_head, P(heads), by_state, P(batch)),
+        out_specs=(by_head, by_state),
+        check_vma=False,
+    )
+    return DeltaRuleOutput(*run(arrays, gate, initial_state, segment_ids))
+
+
+def _dividing(mesh_axis: MeshAxis, *lengths: int) -> MeshAxis:
+    """The mesh axis if its size divides every length, else None."""
+    size = _size(mesh_axis)
+    return None if any(length % size for length in lengths) else mesh_axis
+
+
+def _mesh_axis(logical: str | None) -> MeshAxis:
+    """The mesh axis (or axes) of a logical axis where the compiler partitions, else None."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if logical is None or mesh.empty:
+        return None
+    name = dict(get_logical_axis_rules()).get(logical, logical)
+    axis_types = dict(zip(mesh.axis_names, mesh.axis_types))
+    found = {axis_types.get(axis) for axis in _names(name)}
+    if AxisType.Explicit in found:
+        raise ValueError(
+            f"mesh axis {name!r} for {logical!r} must be AxisType.Auto, got Explicit: {_REMEDY}"
+        )
+    return name if found == {AxisType.Auto} else None
+
+
+def _size(mesh_axis: MeshAxis) -> int:
+    """The number of devices along a mesh axis (or axes); 1 for one that the mesh does not have."""
+    shape = jax.sharding.get_abstract_mesh().shape
+    return math.prod(shape.get(axis, 1) for axis in _names(mesh_axis))
+
+
+def _names(mesh_axis: MeshAxis) -> tuple[str | None, ...]:
+    return mesh_axis if isinstance(mesh_axis, tuple) else (mesh_axis,)

@@ -1,0 +1,223 @@
+"""Which implementation a call takes, why, and that it is the one that runs; nothing of Mosaic before it is needed."""
+
+import logging
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jfla
+from jfla.pallas import compiling_for
+
+OPS = [jfla.chunk_kda, jfla.chunk_gdn, jfla.recurrent_kda, jfla.recurrent_gdn]
+CHUNKED = OPS[:2]
+
+
+def described(function, time=4, dim=64, dtype="bfloat16", heads=2):
+    """The five arrays of a call that the kernels take, as shapes."""
+    shape = jax.ShapeDtypeStruct
+    x = shape((1, time, heads, dim), dtype)
+    per_head = shape((1, time, heads), "float32")
+    g = shape((1, time, heads, dim), "float32") if function.__name__.endswith("kda") else per_head
+    return [x, x, x, g, per_head]
+
+
+def arrays(function, time=4, dim=64):
+    """The same with numbers."""
+    x = jax.random.normal(jax.random.key(0), (3, 1, time, 2, dim))
+    q, k, v = x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+    g = -jax.nn.softplus(k)
+    beta = jax.nn.sigmoid(v[..., 0])
+    g = g if function.__name__.endswith("kda") else g[..., 0]
+    return [*(a.astype("bfloat16") for a in (q, k, v)), g, beta]
+
+
+@pytest.mark.parametrize("function", OPS, ids=lambda f: f.__name__)
+def test_a_call_on_a_cpu(function):
+    choice = jfla.explain(function, *described(function))
+    assert choice.implementation == "xla"
+    assert choice.reasons.keys() == {"pallas"}
+    assert "the device is a CPU" in choice.reasons["pallas"]
+    assert choice.name == function.__name__
+    first, second = str(choice).splitlines()
+    assert first == f'{function.__name__} takes "xla": plain JAX, on every device'
+    assert second == f'  not "pallas": {choice.reasons["pallas"]}'
+
+
+@pytest.mark.parametrize("function", OPS, ids=lambda f: f.__name__)
+def test_a_call_that_the_kernels_take(function):
+    with compiling_for("9.0"):
+        there = jfla.explain(function, *described(function))
+    assert there.implementation == "pallas"
+    assert there.by_platform
+    assert there.reasons == {"xla": "the kernels take this call"}
+    assert "Hopper kernels where it is lowered for CUDA, elsewhere plain JAX" in str(there)
+    with jfla.pallas.interpret():
+        here = jfla.explain(function, *described(function))
+    assert (here.implementation, here.by_platform) == ("pallas", False)
+    assert "interpret mode" in str(here)
+
+
+@pytest.mark.parametrize("function", OPS, ids=lambda f: f.__name__)
+def test_what_is_asked_for_by_name_is_taken_or_refused(function):
+    with compiling_for("9.0"):
+        asked = jfla.explain(function, *described(function), implementation="pallas")
+        other = jfla.explain(function, *described(function), implementation="xla")
+    assert asked.reasons == {"xla": 'implementation="pallas" was asked for'}
+    assert not asked.by_platform
+    assert other.reasons == {"pallas": 'implementation="xla" was asked for'}
+    with pytest.raises(NotImplementedError, match="the device is a CPU"):
+        jfla.explain(function, *described(function), implementation="pallas")
+
+
+@pytest.mark.parametrize(
+    ("function", "call", "options", "reason"),
+    [
+        (jfla.chunk_kda, {"dim": 96}, {}, "K = 96"),
+        (jfla.chunk_gdn, {"dtype": "float32"}, {}, "q is float32; the kernels take bfloat16 and"),
+        (jfla.chunk_kda, {"dim": 256}, {}, "K = 256 with a decay for each channel"),
+        (
+            jfla.chunk_gdn,
+            {},
+            {
+                "segment_ids": jnp.ones((1, 4), jnp.int32),
+                "num_segments": 1,
+                "return_final_state": True,
+            },
+            "states per segment",
+        ),
+        (jfla.recurrent_gdn, {"time": 9}, {}, "T = 9; the decode kernel takes up to 8 tokens"),
+        (
+            jfla.recurrent_kda,
+            {},
+            {"segment_ids": jnp.ones((1, 4), jnp.int32)},
+            "segment_ids; the decode kernel takes one sequence per row",
+        ),
+        (
+            jfla.recurrent_kda,
+            {},
+            {"initial_state": jax.ShapeDtypeStruct((1, 2, 64, 64), "float64")},
+            "initial_state is float64",
+        ),
+    ],
+)
+def test_the_reason_of_a_call_that_the_kernels_cannot_take(function, call, options, reason):
+    with compiling_for("9.0"):
+        choice = jfla.explain(function, *described(function, **call), **options)
+        assert choice.implementation == "xla"
+        assert choice.reasons["pallas"].startswith(reason) or reason in choice.reasons["pallas"]
+        with pytest.raises(NotImplementedError, match=reason.split(";")[0]):
+            jfla.explain(function, *described(function, **call), **options, implementation="pallas")
+
+
+def test_another_gpu_is_no_hopper():
+    with compiling_for("10.0"):
+        choice = jfla.explain(jfla.chunk_kda, *described(jfla.chunk_kda))
+    assert choice.reasons == {
+        "pallas": "the device has compute capability 10.0; the kernels are compiled for 9.0 (Hopper)"
+    }
+
+
+@pytest.mark.parametrize("bad", ["9", "sm_90", "9.0.0", ""])
+def test_compiling_for_takes_a_compute_capability(bad):
+    with (
+        pytest.raises(ValueError, match=r'compute_capability must be a string such as "9\.0"'),
+        compiling_for(bad),
+    ):
+        pass
+    with pytest.raises(ValueError, match="num_sms must be an int"), compiling_for("9.0", num_sms=0):
+        pass
+
+
+@pytest.mark.parametrize(
+    "function", [jfla.reference.chunk_kda, jfla.segment_ids_from_cu_seqlens, jnp.exp, "chunk_kda"]
+)
+def test_other_functions_are_refused(function):
+    with pytest.raises(ValueError, match=r"function must be jfla\.chunk_kda, chunk_gdn"):
+        jfla.explain(function, *described(jfla.chunk_kda))
+
+
+def test_bad_arguments_meet_the_errors_of_the_call():
+    q, k, v, g, beta = described(jfla.chunk_kda)
+    with pytest.raises(ValueError, match="beta must be"):
+        jfla.explain(jfla.chunk_kda, q, k, v, g, g)
+    with pytest.raises(TypeError, match="chunk_size"):
+        jfla.explain(jfla.chunk_kda, q, k, v, g, beta, chunk_size=32)
+    with pytest.raises(TypeError, match="return_states"):
+        jfla.explain(jfla.chunk_kda, q, k, v, g, beta, return_states=True)
+
+
+def test_every_call_logs_its_choice(caplog):
+    x = arrays(jfla.chunk_gdn)
+    with caplog.at_level(logging.DEBUG, logger="jfla"):
+        jfla.chunk_gdn(*x)
+    (record,) = [r for r in caplog.records if r.name == "jfla"]
+    assert record.levelno == logging.DEBUG
+    assert record.getMessage() == str(jfla.explain(jfla.chunk_gdn, *x))
+
+
+def loss(function, x):
+    return jnp.sum(function(*x).output.astype("float32") ** 2)
+
+
+@pytest.mark.parametrize("function", OPS, ids=lambda f: f.__name__)
+def test_what_is_compiled_for_another_gpu_still_runs_on_this_cpu(function):
+    """Values and gradients are those of "xla", by platform, inside jit and out."""
+    x = arrays(function)
+    value_and_grad = lambda x: jax.value_and_grad(lambda x: loss(function, x))(x)
+    want = value_and_grad(x)
+    with compiling_for("9.0"):
+        assert jfla.explain(function, *x).implementation == "pallas"
+        jitted = jax.jit(lambda x: value_and_grad(x))(x)
+        eager = value_and_grad(x)
+    for got in (jitted, eager):
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want)):
+            a, b = (np.asarray(y, np.float32) for y in (a, b))
+            np.testing.assert_allclose(a, b, rtol=1e-2, atol=1e-5)
+
+
+@pytest.mark.parametrize("function", OPS, ids=lambda f: f.__name__)
+def test_a_call_exported_for_a_cpu_has_no_kernel_in_it(function):
+    gradient = jax.jit(jax.grad(lambda x: loss(function, x)))
+    with compiling_for("9.0"):
+        exported = jax.export.export(gradient, platforms=["cpu"])(described(function))
+    assert "mosaic" not in exported.mlir_module()
+
+
+@pytest.mark.parametrize("function", CHUNKED, ids=lambda f: f.__name__)
+def test_a_call_exported_for_cuda_has_kernels_in_it(function):
+    gradient = jax.jit(jax.grad(lambda x: loss(function, x)))
+    unchecked = [jax.export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")]
+    with compiling_for("9.0"):
+        exported = jax.export.export(gradient, platforms=["cuda"], disabled_checks=unchecked)(
+            described(function)
+        )
+    assert "mosaic_gpu" in exported.mlir_module()
+
+
+def test_importing_the_library_imports_no_kernel():
+    program = """
+import sys
+import jfla
+import jax
+x = jax.ShapeDtypeStruct((1, 64, 2, 64), "bfloat16")
+beta = jax.ShapeDtypeStruct((1, 64, 2), "float32")
+jfla.explain(jfla.chunk_kda, x, x, x, x, beta)
+kernels = (
+    "jax._src.pallas",
+    "jax.experimental.pallas",
+    "jax.experimental.mosaic",
+    "jfla.pallas.mgpu",
+    "jfla.pallas.sm90",
+    "jfla.chunk_op",
+)
+loaded = [name for name in sys.modules if name.startswith(kernels)]
+print(loaded)
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert run.stdout.strip() == "[]"

@@ -1,0 +1,61 @@
+"""The schedule of a call: when time is split, taken span by span, and when two kernels run side by side."""
+
+import pytest
+
+from jfla.pallas.heuristics import (
+    HOPPER_SMS,
+    Dims,
+    num_spans,
+    overlap_schedule,
+    schedule,
+    time_splits,
+)
+from jfla.types import OPS
+
+
+def dims_of(heads: int, time: int, key_dim: int = 128, value_dim: int = 128) -> Dims:
+    return Dims(1, heads, time // 64, value_dim, key_dim)
+
+
+@pytest.mark.parametrize(
+    ("heads", "time", "splits"),
+    [(32, 65536, 1), (8, 65536, 4), (1, 65536, 16), (8, 3072, 3), (8, 2048, 1), (22, 9999, 1)],
+)
+def test_time_is_split_where_most_of_the_gpu_would_be_idle(heads, time, splits):
+    assert time_splits(dims_of(heads, time), HOPPER_SMS) == splits
+
+
+@pytest.mark.parametrize(
+    ("op", "key_dim", "heads", "time", "spans"),
+    [
+        ("gdn", 128, 32, 8192, 4),
+        ("gdn", 128, 32, 65536, 4),
+        ("kda", 128, 32, 8192, 0),
+        ("gdn", 256, 32, 8192, 0),
+        ("gdn", 128, 16, 8192, 0),  # few states
+        ("gdn", 128, 256, 4096, 0),  # short spans
+        ("gdn", 128, 32, 8256, 0),
+    ],
+)
+def test_spans_of_time_are_for_many_states(op, key_dim, heads, time, spans):
+    assert num_spans(OPS[op], dims_of(heads, time, key_dim), HOPPER_SMS) == spans
+
+
+@pytest.mark.parametrize(
+    ("op", "heads", "time", "v_block", "ctas"),
+    [
+        ("gdn", 32, 8192, 64, 68),
+        ("kda", 32, 8192, 128, 100),
+        ("gdn", 64, 8192, 64, 0),
+        ("kda", 8, 8192, 64, 0),
+    ],
+)
+def test_kernels_overlap_in_calls_that_leave_much_of_the_gpu_idle(op, heads, time, v_block, ctas):
+    assert overlap_schedule(OPS[op], dims_of(heads, time), HOPPER_SMS) == (v_block, ctas)
+    assert overlap_schedule(OPS["gdn"], dims_of(64, 1024, 64, 64), HOPPER_SMS)[1] == 0
+
+
+@pytest.mark.parametrize("op", ["kda", "gdn"])
+def test_one_multiprocessor_overlaps_and_splits_nothing(op):
+    found = schedule(OPS[op], dims_of(8, 8192), num_sms=1)
+    assert (found.overlap_ctas, found.time_splits, found.scan_v_block) == (0, 1, 128)

@@ -1,0 +1,1 @@
+"""What tests share: calls, goldens, oracles."""
