@@ -88,7 +88,7 @@ class Inputs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The static part of one call: hashable, so that it can be a jit and custom_vjp constant."""
+    """The static part of one call: hashable, so that it can be a constant of jit and of a derivative rule."""
 
     op: Op
     scale: float

@@ -93,10 +93,10 @@ import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
-from jfla.decay import decayed_dot
-from jfla.reference.chunked import unit_lower_inverse
 
 import jfla
+from jfla.xla.decayed_dot import decayed_dot
+from jfla.xla.triangular import unit_lower_inverse
 
 jax.config.update("jax_enable_x64", True)
 plt.style.use("jfla.cli.notebook")
@@ -501,7 +501,7 @@ def by_differences(q, k, g):
 @jax.jit
 def by_jfla(q, k, g):
     with jax.default_matmul_precision("highest"):
-        return decayed_dot(q[None], k, g)[0]
+        return decayed_dot(q[None], k, g, scalar_gate=False)[0]
 
 
 forms = {"factors": by_factors, "differences": by_differences, "jfla": by_jfla}
