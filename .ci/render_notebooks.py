@@ -22,7 +22,9 @@ def main() -> None:
         if not sys.argv[1:] or source.stem in sys.argv[1:]:
             target, notebook = source.with_suffix(".ipynb"), render(source)
             if str(FOLDER.parent) in nbformat.writes(notebook):
-                raise ValueError(f"{source.name} must not show where this checkout is; its output has {FOLDER.parent}")
+                raise ValueError(
+                    f"{source.name} must not show where this checkout is; its output has {FOLDER.parent}"
+                )
             nbformat.write(notebook, target)
             print(f"{target.name}: {target.stat().st_size // 1024} KiB")
 
@@ -42,7 +44,11 @@ def render(source: pathlib.Path) -> nbformat.NotebookNode:
 
 
 def _small(png: str) -> str:
-    picture = Image.open(io.BytesIO(base64.b64decode(png))).convert("RGB").quantize(_COLORS, dither=Image.Dither.NONE)
+    picture = (
+        Image.open(io.BytesIO(base64.b64decode(png)))
+        .convert("RGB")
+        .quantize(_COLORS, dither=Image.Dither.NONE)
+    )
     buffer = io.BytesIO()
     picture.save(buffer, "png", optimize=True)
     return base64.b64encode(buffer.getvalue()).decode()

@@ -213,7 +213,9 @@ def test_jacobians_by_columns_and_by_rows():
     assert_close(jax.jit(jax.jacfwd(output))(moved), jax.jit(jax.jacrev(output))(moved))
 
 
-@pytest.mark.parametrize("call", [CALLS[0], CALLS[4]], ids=str)
+@pytest.mark.parametrize(
+    "call", [CALLS[0], pytest.param(CALLS[4], marks=pytest.mark.slow)], ids=str
+)
 def test_products_with_the_hessian(call):
     """Forward over reverse, and reverse over forward."""
     x = draw(call)
@@ -230,6 +232,7 @@ def test_products_with_the_hessian(call):
     assert_close(reverse_over_forward(op_of(call))(x, dx), product)
 
 
+@pytest.mark.slow
 def test_products_with_the_hessian_by_reverse_mode_alone():
     call = Call("gdn")
     x = draw(call)

@@ -365,6 +365,7 @@ def test_second_derivatives_of_the_recurrence_against_finite_differences(op, mod
         check_grads(jax.jit(jax.grad(loss)), (x,), order=1, modes=[mode], atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_hessian_of_the_chunked_form_is_that_of_the_recurrence():
     """With respect to the queries, keys and decays around the chunk boundary."""
     config = Config("kda", batch=1, time=66, key_dim=2, value_dim=2, final=True)
