@@ -58,22 +58,13 @@ def install():
         keep = [f"{name}=={version}" for name in ("jax", "jaxlib") if (version := installed(name))]
     else:
         extra, keep = "cli,cuda12" if shutil.which("nvidia-smi") else "cli", []
-        print(
-            f"JAX {jax_version or 'is missing'}: jfla needs {OLDEST_JAX} or newer, which is installed now."
-        )
-    clone = [
-        p
-        for p in [pathlib.Path.cwd(), *pathlib.Path.cwd().parents]
-        if (p / "jfla" / "api.py").exists()
-    ]
+        print(f"JAX {jax_version or 'is missing'}: jfla needs {OLDEST_JAX} or newer, which is installed now.")
+    clone = [p for p in [pathlib.Path.cwd(), *pathlib.Path.cwd().parents] if (p / "jfla" / "api.py").exists()]
     source = f"jfla[{extra}] @ " + (clone[0].as_uri() if clone else f"git+{REPOSITORY}")
     with tempfile.TemporaryDirectory() as folder:
         constraints = pathlib.Path(folder, "constraints.txt")
         constraints.write_text("\n".join(keep))
-        subprocess.run(
-            [sys.executable, "-m", "pip", "install", "-q", "-c", str(constraints), source],
-            check=True,
-        )
+        subprocess.run([sys.executable, "-m", "pip", "install", "-q", "-c", str(constraints), source], check=True)
     importlib.invalidate_caches()
     if "jax" in sys.modules and not keep:
         print("JAX had been imported before: restart the runtime now and run this cell again.")
@@ -98,18 +89,10 @@ import jfla.nn
 
 plt.style.use("jfla.cli.notebook")
 
-tokens, per_head = (
-    jax.ShapeDtypeStruct((1, 4096, 4, 64), "bfloat16"),
-    jax.ShapeDtypeStruct((1, 4096, 4), "float32"),
-)
-reason = jfla.pallas.supported(
-    tokens, tokens, tokens, jax.ShapeDtypeStruct(tokens.shape, "float32"), per_head
-)
+tokens, per_head = jax.ShapeDtypeStruct((1, 4096, 4, 64), "bfloat16"), jax.ShapeDtypeStruct((1, 4096, 4), "float32")
+reason = jfla.pallas.supported(tokens, tokens, tokens, jax.ShapeDtypeStruct(tokens.shape, "float32"), per_head)
 print(f"JAX {jax.__version__} on {jax.devices()[0].device_kind}")
-print(
-    "implementation=None takes",
-    '"pallas", the Hopper kernels' if reason is None else f'"xla" here: {reason}',
-)
+print("implementation=None takes", '"pallas", the Hopper kernels' if reason is None else f'"xla" here: {reason}')
 
 # %% [markdown]
 # ## The two operators
@@ -133,14 +116,7 @@ beta = jnp.asarray(rng.random((B, T, H)), jnp.float32)
 
 kda = jfla.chunk_kda(q, k, v, g_kda, beta, qk_norm=True, return_final_state=True)
 gdn = jfla.chunk_gdn(q, k, v, g_gdn, beta, qk_norm=True, return_final_state=True)
-print(
-    "output",
-    kda.output.shape,
-    kda.output.dtype,
-    "| state",
-    kda.final_state.shape,
-    kda.final_state.dtype,
-)
+print("output", kda.output.shape, kda.output.dtype, "| state", kda.final_state.shape, kda.final_state.dtype)
 
 # %% [markdown]
 # `qk_norm=True` gives queries and keys the length 1, as the published models do. What the operators compute is defined
@@ -154,9 +130,7 @@ def error(x, reference):
     return np.linalg.norm(x - reference) / np.linalg.norm(reference)
 
 
-exact = [
-    x.astype(jnp.float32) for x in (q, k, v)
-]  # the same numbers, computed and returned in float32
+exact = [x.astype(jnp.float32) for x in (q, k, v)]  # the same numbers, computed and returned in float32
 ref_kda = jfla.reference.recurrent_kda(*exact, g_kda, beta, qk_norm=True, return_final_state=True)
 ref_gdn = jfla.reference.recurrent_gdn(*exact, g_gdn, beta, qk_norm=True, return_final_state=True)
 for name, out, ref in (("chunk_kda", kda, ref_kda), ("chunk_gdn", gdn, ref_gdn)):
@@ -213,12 +187,8 @@ plt.show()
 raw, logits = (jnp.asarray(rng.standard_normal(x.shape), jnp.float32) for x in (g_kda, beta))
 gate = jfla.SoftplusGate(a_log=jnp.zeros(H), dt_bias=jnp.full((H, K), -3.0))
 out = jfla.recurrent_kda(*exact, raw, logits, gate=gate, beta_max=1.0, qk_norm=True).output
-by_hand = jfla.recurrent_kda(
-    *exact, -jax.nn.softplus(raw - 3), jax.nn.sigmoid(logits), qk_norm=True
-).output
-print(
-    f"gate and beta inside the op, or computed in front of it: difference {error(out, by_hand):.1e}"
-)
+by_hand = jfla.recurrent_kda(*exact, -jax.nn.softplus(raw - 3), jax.nn.sigmoid(logits), qk_norm=True).output
+print(f"gate and beta inside the op, or computed in front of it: difference {error(out, by_hand):.1e}")
 assert error(out, by_hand) < 1e-5
 
 # %% [markdown]
@@ -230,9 +200,7 @@ assert error(out, by_hand) < 1e-5
 wild = jnp.asarray(-(10.0 ** rng.uniform(-4, 3, g_kda.shape)), jnp.float32)
 out = jfla.chunk_kda(*exact, wild, beta, qk_norm=True, return_final_state=True)
 ref = jfla.reference.recurrent_kda(*exact, wild, beta, qk_norm=True, return_final_state=True)
-print(
-    f"decays from {wild.max():.4f} to {wild.min():.0f}: difference {error(out.output, ref.output):.1e}"
-)
+print(f"decays from {wild.max():.4f} to {wild.min():.0f}: difference {error(out.output, ref.output):.1e}")
 assert error(out.output, ref.output) < 1e-4
 
 # %% [markdown]
@@ -251,19 +219,9 @@ identity = jnp.broadcast_to(jnp.eye(T)[None, :, None], (B, T, H, T))
 slow = g_gdn / 5
 maps = {
     name: jfla.chunk_gdn(
-        *exact[:2],
-        identity,
-        slow,
-        beta,
-        qk_norm=True,
-        segment_ids=segments,
-        num_segments=3,
-        return_final_state=True,
+        *exact[:2], identity, slow, beta, qk_norm=True, segment_ids=segments, num_segments=3, return_final_state=True
     )
-    for name, segments in (
-        ("one sequence", jnp.ones_like(ids)),
-        ("three sequences and padding", ids),
-    )
+    for name, segments in (("one sequence", jnp.ones_like(ids)), ("three sequences and padding", ids))
 }
 
 figure, axes = plt.subplots(1, 2, figsize=(9, 4), sharey=True)
@@ -286,9 +244,7 @@ for s, (start, stop) in enumerate(((0, 100), (100, 130), (130, 215))):
         error(packed.output[:, start:stop], alone.output),
         error(packed.final_state[:, s], alone.final_state),
     )
-    print(
-        f"sequence {s + 1}, {stop - start:3} tokens: output {differences[0]:.1e}, state {differences[1]:.1e}"
-    )
+    print(f"sequence {s + 1}, {stop - start:3} tokens: output {differences[0]:.1e}, state {differences[1]:.1e}")
     assert max(differences) < 1e-5
 
 # %% [markdown]
@@ -304,34 +260,22 @@ out, state = jfla.chunk_kda(*[x[:, :prompt] for x in row], qk_norm=True, return_
 decoded = []
 for t in range(prompt, T):
     token = [x[:, t : t + 1] for x in row]
-    step, state = jfla.recurrent_kda(
-        *token, qk_norm=True, initial_state=state, return_final_state=True
-    )
+    step, state = jfla.recurrent_kda(*token, qk_norm=True, initial_state=state, return_final_state=True)
     decoded.append(step)
 decoded = jnp.concatenate(decoded, axis=1)
-print(
-    f"{T - prompt} decoded tokens, difference to one call: {error(decoded, whole[:, prompt:]):.1e}"
-)
+print(f"{T - prompt} decoded tokens, difference to one call: {error(decoded, whole[:, prompt:]):.1e}")
 assert error(decoded, whole[:, prompt:]) < 1e-5
 
 # %%
 figure, (left, right) = plt.subplots(1, 2, figsize=(9.5, 3.2), width_ratios=(3, 2))
 first = 130
-left.plot(
-    range(first, T),
-    whole[0, first:, 0, 0],
-    color="#d1d5db",
-    linewidth=6,
-    label="one call over everything",
-)
+left.plot(range(first, T), whole[0, first:, 0, 0], color="#d1d5db", linewidth=6, label="one call over everything")
 left.plot(range(first, prompt), out[0, first:, 0, 0], linewidth=1.5, label="prefill, in chunks")
 left.plot(range(prompt, T), decoded[0, :, 0, 0], linewidth=1.5, label="decoding, token by token")
 left.set(title="one channel of the output", xlabel="token", ylim=(-0.11, 0.08))
 left.legend(ncols=3, fontsize=8, loc="lower left")
 context = 2.0 ** np.arange(6, 21)
-right.loglog(
-    context, 2 * context * H * K * 2 / 1024, label="keys and values of softmax attention, bfloat16"
-)
+right.loglog(context, 2 * context * H * K * 2 / 1024, label="keys and values of softmax attention, bfloat16")
 right.loglog(context, np.full(context.shape, state.nbytes / 1024), label="state, float32")
 right.set(title=f"KiB of memory, H = {H}, K = V = {K}", xlabel="tokens of context", ylim=(10, 1e7))
 right.legend(fontsize=8, loc="upper left")
@@ -349,9 +293,7 @@ x = jnp.asarray(rng.standard_normal((1, 100, 64)), jnp.float32)
 y, cache = layer(x, cache=layer.init_cache(1))
 print("layer:", x.shape, "->", y.shape, "| state in the cache:", cache.state.shape)
 
-config = jfla.nn.DeltaLMConfig(
-    vocab_size=256, hidden_size=64, num_layers=2, num_heads=2, head_dim=32, op="gdn"
-)
+config = jfla.nn.DeltaLMConfig(vocab_size=256, hidden_size=64, num_layers=2, num_heads=2, head_dim=32, op="gdn")
 model = jfla.nn.DeltaLM(config, rngs=nnx.Rngs(0))
 text = model.generate(jnp.array([[1, 2, 3]]), 8, key=jax.random.key(0))
 print("model, untrained, goes on after 1 2 3 with", *text[0])

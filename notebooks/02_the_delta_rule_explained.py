@@ -69,22 +69,13 @@ def install():
         keep = [f"{name}=={version}" for name in ("jax", "jaxlib") if (version := installed(name))]
     else:
         extra, keep = "cli,cuda12" if shutil.which("nvidia-smi") else "cli", []
-        print(
-            f"JAX {jax_version or 'is missing'}: jfla needs {OLDEST_JAX} or newer, which is installed now."
-        )
-    clone = [
-        p
-        for p in [pathlib.Path.cwd(), *pathlib.Path.cwd().parents]
-        if (p / "jfla" / "api.py").exists()
-    ]
+        print(f"JAX {jax_version or 'is missing'}: jfla needs {OLDEST_JAX} or newer, which is installed now.")
+    clone = [p for p in [pathlib.Path.cwd(), *pathlib.Path.cwd().parents] if (p / "jfla" / "api.py").exists()]
     source = f"jfla[{extra}] @ " + (clone[0].as_uri() if clone else f"git+{REPOSITORY}")
     with tempfile.TemporaryDirectory() as folder:
         constraints = pathlib.Path(folder, "constraints.txt")
         constraints.write_text("\n".join(keep))
-        subprocess.run(
-            [sys.executable, "-m", "pip", "install", "-q", "-c", str(constraints), source],
-            check=True,
-        )
+        subprocess.run([sys.executable, "-m", "pip", "install", "-q", "-c", str(constraints), source], check=True)
     importlib.invalidate_caches()
     if "jax" in sys.modules and not keep:
         print("JAX had been imported before: restart the runtime now and run this cell again.")
@@ -110,12 +101,8 @@ from jfla.xla.triangular import unit_lower_inverse
 jax.config.update("jax_enable_x64", True)
 plt.style.use("jfla.cli.notebook")
 print(f"JAX {jax.__version__} on {jax.devices()[0].device_kind}")
-structs = [jax.ShapeDtypeStruct((1, 64, 1, 16), "float64")] * 4 + [
-    jax.ShapeDtypeStruct((1, 64, 1), "float64")
-]
-print(
-    f'implementation=None takes "xla" for the float64 of this notebook: {jfla.pallas.supported(*structs)}'
-)
+structs = [jax.ShapeDtypeStruct((1, 64, 1, 16), "float64")] * 4 + [jax.ShapeDtypeStruct((1, 64, 1), "float64")]
+print(f'implementation=None takes "xla" for the float64 of this notebook: {jfla.pallas.supported(*structs)}')
 
 
 def error(x, reference):
@@ -160,17 +147,13 @@ LETTERS = {
     "L": "#....#....#....#....#....#....#####",
     "A": ".###.#...##...#######...##...##...#",
 }
-glyphs = {
-    letter: np.array([float(c == "#") for c in rows]) for letter, rows in LETTERS.items()
-}  # 7 x 5 pixels
+glyphs = {letter: np.array([float(c == "#") for c in rows]) for letter, rows in LETTERS.items()}  # 7 x 5 pixels
 
 K, V = 8, 35
 rng = np.random.default_rng(1)
 keys = rng.standard_normal((3, K)) + 0.35
 keys /= np.linalg.norm(keys, axis=1, keepdims=True)
-print(
-    "cosines between the keys:", *(f"{keys[i] @ keys[j]:.2f}" for i, j in ((0, 1), (0, 2), (1, 2)))
-)
+print("cosines between the keys:", *(f"{keys[i] @ keys[j]:.2f}" for i, j in ((0, 1), (0, 2), (1, 2))))
 tokens = [(keys[0], "J"), (keys[1], "F"), (keys[2], "L"), (keys[0], "A")]
 
 
@@ -271,9 +254,7 @@ rates = {"GDN: one rate": np.full(K, 0.05), "KDA: a rate\nper channel": np.geoms
 figure, axes = plt.subplots(2, 5, figsize=(11, 3.2), sharex=True, sharey=True)
 for row, (name, rate) in zip(axes, rates.items()):
     for ax, wait in zip(row, (0, 3, 10, 30, 100)):
-        ax.imshow(
-            np.exp(-rate * wait)[:, None] * S, cmap="RdBu_r", vmin=-1.2, vmax=1.2, aspect="auto"
-        )
+        ax.imshow(np.exp(-rate * wait)[:, None] * S, cmap="RdBu_r", vmin=-1.2, vmax=1.2, aspect="auto")
         ax.set_title(f"{wait} tokens later")
     row[0].set_ylabel(name)
 plt.show()
@@ -317,9 +298,7 @@ D = pair_decay(g)
 figure, axes = plt.subplots(1, 4, figsize=(11, 3.1), sharey=True)
 for ax, channel in zip(axes, (0, 5, 10, 15)):
     image = ax.imshow(np.where(np.tri(C), D[..., channel], np.nan), vmin=0, vmax=1, cmap="viridis")
-    ax.set(
-        title=f"D, channel {channel}: {-g[:, channel].mean():.3f} a token", xlabel="token j, writes"
-    )
+    ax.set(title=f"D, channel {channel}: {-g[:, channel].mean():.3f} a token", xlabel="token j, writes")
 axes[0].set_ylabel("token i, reads")
 figure.colorbar(image, ax=axes, shrink=0.85)
 plt.show()
@@ -459,9 +438,7 @@ plt.show()
 
 # %%
 ones = np.tril(np.ones((C, C)), -1)
-print(
-    f"largest entry of L^32 for a repeated key: {np.abs(np.linalg.matrix_power(ones, 32)).max():.1e}"
-)
+print(f"largest entry of L^32 for a repeated key: {np.abs(np.linalg.matrix_power(ones, 32)).max():.1e}")
 print(f"largest entry of the inverse: {np.abs(np.linalg.inv(np.eye(C) + ones)).max():.0f}")
 
 
@@ -488,10 +465,7 @@ for share in shared:
 figure, ax = plt.subplots(figsize=(6.5, 3))
 for name, values in errors.items():
     ax.semilogy(shared, values, "o-", markersize=4, label=name)
-ax.set(
-    title="relative error of the inverse in float32",
-    xlabel="how alike the keys are (1: all the same)",
-)
+ax.set(title="relative error of the inverse in float32", xlabel="how alike the keys are (1: all the same)")
 ax.axhline(1, color="#6b7280", linewidth=1, linestyle="--")
 ax.legend()
 plt.show()
@@ -541,9 +515,7 @@ def gate_errors(make_gate):
         exact = np.einsum("id,jd,ijd->ij", q, k, pair_decay(gate.astype(np.float64)))
         for name, form in forms.items():
             with np.errstate(all="ignore"):
-                errors[name].append(
-                    error(form(*(x.astype(np.float32) for x in (q, k)), gate), exact)
-                )
+                errors[name].append(error(form(*(x.astype(np.float32) for x in (q, k)), gate), exact))
     return errors
 
 
@@ -565,14 +537,8 @@ measured = {
 for ax, (title, errors) in zip(axes, measured.items()):
     for name, values in errors.items():
         values = np.array(values)
-        style = (
-            {"linewidth": 6, "alpha": 0.5}
-            if name == "factors"
-            else {"marker": "o", "markersize": 4}
-        )
-        (line,) = ax.loglog(
-            strengths, np.where(np.isfinite(values), values, np.nan), label=name, **style
-        )
+        style = {"linewidth": 6, "alpha": 0.5} if name == "factors" else {"marker": "o", "markersize": 4}
+        (line,) = ax.loglog(strengths, np.where(np.isfinite(values), values, np.nan), label=name, **style)
         broken = ~np.isfinite(values)
         ax.plot(strengths[broken], np.full(broken.sum(), 30.0), "x", color=line.get_color())
     ax.set(title=title, xlabel="x", ylim=(1e-9, 100))
@@ -617,10 +583,7 @@ def decayed_dot_by_halves(q, k, g):
     if len(k) == 1:
         return q @ k.T
     half = len(k) // 2
-    late, early = (
-        q[half:] * np.exp(np.cumsum(g[half:], axis=0)),
-        k[:half] * np.exp(sums_after(g[:half])),
-    )
+    late, early = q[half:] * np.exp(np.cumsum(g[half:], axis=0)), k[:half] * np.exp(sums_after(g[:half]))
     return np.block([
         [decayed_dot_by_halves(q[:half], k[:half], g[:half]), np.zeros((half, half))],
         [late @ early.T, decayed_dot_by_halves(q[half:], k[half:], g[half:])],
@@ -631,9 +594,7 @@ check("decayed dot by halves", decayed_dot_by_halves(q, k, g), np.einsum("id,jd,
 check("jfla's decayed dot", by_jfla(q, k, g), np.einsum("id,jd,ijd->ij", q, k, D))
 
 i, j = np.indices((C, C))
-level = np.where(
-    i > j, np.floor(np.log2(np.maximum(i ^ j, 1))), np.nan
-)  # the highest bit in which i and j differ
+level = np.where(i > j, np.floor(np.log2(np.maximum(i ^ j, 1))), np.nan)  # the highest bit in which i and j differ
 figure, (left, middle, right) = plt.subplots(1, 3, figsize=(12, 3.6))
 image = left.imshow(level, cmap=plt.get_cmap("viridis", 6), vmin=-0.5, vmax=5.5)
 bar = figure.colorbar(image, ax=left, shrink=0.8, ticks=range(6))
@@ -674,23 +635,15 @@ plt.show()
 def chunk_gradients(S, q, k, v, g, beta, do, dS_end):
     _, _, (A, _, X, v_new) = chunk(S, q, k, v, g, beta)
     D, q, beta = pair_decay(g), q * k.shape[1] ** -0.5, beta[:, None]
-    e_in, e_out, decay = (
-        np.exp(np.cumsum(g, axis=0)),
-        np.exp(sums_after(g)),
-        np.exp(g.sum(0))[:, None],
-    )
+    e_in, e_out, decay = np.exp(np.cumsum(g, axis=0)), np.exp(sums_after(g)), np.exp(g.sum(0))[:, None]
     y = X.T @ (A.T @ do + (k * e_out) @ dS_end)
     dA, dL = np.tril(do @ v_new.T), -np.tril(y @ v_new.T, -1)
 
-    dq = e_in * (do @ S.T) + np.einsum(
-        "ij,jd,ijd->id", dA, k, D
-    )  # q and k as they meet decays since the start ...
+    dq = e_in * (do @ S.T) + np.einsum("ij,jd,ijd->id", dA, k, D)  # q and k as they meet decays since the start ...
     dk_beta = np.einsum("ij,jd,ijd->id", dL, k, D)
     dk_late = beta * dk_beta - e_in * ((beta * y) @ S.T)
     dk_out = e_out * (v_new @ dS_end.T)  # ... and k as it meets decays up to the end
-    dk_early = (
-        np.einsum("ij,id,ijd->jd", dA, q, D) + np.einsum("ij,id,ijd->jd", dL, beta * k, D) + dk_out
-    )
+    dk_early = np.einsum("ij,id,ijd->jd", dA, q, D) + np.einsum("ij,id,ijd->jd", dL, beta * k, D) + dk_out
 
     dG = q * dq + k * dk_late - k * dk_early
     dG[-1] += (decay * S * dS_end).sum(1) + (k * dk_out).sum(0)
@@ -710,9 +663,7 @@ closed_form = chunk_gradients(S0, q, k, v, g, beta, do, dS_end)
 
 def through_the_definition(q, k, v, g, beta, S):
     arrays = [x[None, :, None] for x in (q, k, v, g, beta)]
-    out = jfla.reference.recurrent_kda(
-        *arrays, initial_state=S[None, None], return_final_state=True
-    )
+    out = jfla.reference.recurrent_kda(*arrays, initial_state=S[None, None], return_final_state=True)
     return out.output[0, :, 0], out.final_state[0, 0]
 
 
@@ -748,39 +699,19 @@ for size in sizes:
     plain = jnp.einsum("bnk,bnv->bkv", keys[:, :, 0], values[:, :, 0])
     for name, memory in (("delta", delta), ("plain", plain)):
         wrong = jnp.einsum("bkv,bnk->bnv", memory, keys[:, :, 0]) - values[:, :, 0]
-        measured[name, size] = np.sqrt(np.mean(np.asarray(wrong) ** 2, axis=(0, 2)))[
-            ::-1
-        ]  # by age; values have size 1
+        measured[name, size] = np.sqrt(np.mean(np.asarray(wrong) ** 2, axis=(0, 2)))[::-1]  # by age; values have size 1
 
 figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.6))
 colors = ("#93c5fd", "#3b82f6", "#1e3a8a")
 for size, color in zip(sizes, colors):
     age = np.arange(8 * size) / size
-    left.plot(
-        age,
-        measured["delta", size],
-        ".",
-        color=color,
-        markersize=4,
-        label=f"delta rule, K = {size}",
-    )
-    left.plot(
-        age, measured["plain", size], color="#d9480f", linewidth=0.8, alpha=0.4 + 0.005 * size
-    )
+    left.plot(age, measured["delta", size], ".", color=color, markersize=4, label=f"delta rule, K = {size}")
+    left.plot(age, measured["plain", size], color="#d9480f", linewidth=0.8, alpha=0.4 + 0.005 * size)
 x = np.linspace(0, 8, 400)
-left.plot(
-    x,
-    np.sqrt(2 * (1 - np.exp(-x))),
-    color="#1f2430",
-    linewidth=1,
-    label=r"$\sqrt{2(1 - e^{-a/K})}$",
-)
+left.plot(x, np.sqrt(2 * (1 - np.exp(-x))), color="#1f2430", linewidth=1, label=r"$\sqrt{2(1 - e^{-a/K})}$")
 left.annotate("plain addition, all three K", (4.2, 3.08), color="#d9480f", fontsize=9)
 left.set(
-    title="reading 8 K pairs back",
-    xlabel="age of the pair, in units of K",
-    ylabel="relative error",
-    ylim=(0, 3.4),
+    title="reading 8 K pairs back", xlabel="age of the pair, in units of K", ylabel="relative error", ylim=(0, 3.4)
 )
 left.legend(fontsize=8, loc="lower right", bbox_to_anchor=(1, 0.42))
 
@@ -796,9 +727,7 @@ for share, color in zip((0.25, 0.5, 0.75, 1.0), ("#c4b5fd", "#8b5cf6", "#6d28d9"
         errors.append(error(keys @ S, values))
     right.semilogy(range(1, passes + 1), errors, color=color, label=f"{n} pairs")
 right.set(
-    title="delta rule, K = 32: the same pairs again and again",
-    xlabel="passes",
-    ylabel="relative error of all readings",
+    title="delta rule, K = 32: the same pairs again and again", xlabel="passes", ylabel="relative error of all readings"
 )
 right.legend(fontsize=8)
 plt.show()

@@ -59,22 +59,13 @@ def install():
         keep = [f"{name}=={version}" for name in ("jax", "jaxlib") if (version := installed(name))]
     else:
         extra, keep = "cli,cuda12" if shutil.which("nvidia-smi") else "cli", []
-        print(
-            f"JAX {jax_version or 'is missing'}: jfla needs {OLDEST_JAX} or newer, which is installed now."
-        )
-    clone = [
-        p
-        for p in [pathlib.Path.cwd(), *pathlib.Path.cwd().parents]
-        if (p / "jfla" / "api.py").exists()
-    ]
+        print(f"JAX {jax_version or 'is missing'}: jfla needs {OLDEST_JAX} or newer, which is installed now.")
+    clone = [p for p in [pathlib.Path.cwd(), *pathlib.Path.cwd().parents] if (p / "jfla" / "api.py").exists()]
     source = f"jfla[{extra}] @ " + (clone[0].as_uri() if clone else f"git+{REPOSITORY}")
     with tempfile.TemporaryDirectory() as folder:
         constraints = pathlib.Path(folder, "constraints.txt")
         constraints.write_text("\n".join(keep))
-        subprocess.run(
-            [sys.executable, "-m", "pip", "install", "-q", "-c", str(constraints), source],
-            check=True,
-        )
+        subprocess.run([sys.executable, "-m", "pip", "install", "-q", "-c", str(constraints), source], check=True)
     importlib.invalidate_caches()
     if "jax" in sys.modules and not keep:
         print("JAX had been imported before: restart the runtime now and run this cell again.")
@@ -112,10 +103,7 @@ tokens, per_head = (
 reason = jfla.pallas.supported(tokens, tokens, tokens, per_head, per_head)
 DTYPE = jnp.bfloat16 if reason is None else jnp.float32
 print(f"JAX {jax.__version__} on {jax.devices()[0].device_kind}, {jnp.dtype(DTYPE).name}")
-print(
-    "implementation=None takes",
-    '"pallas", the Hopper kernels' if reason is None else f'"xla" here: {reason}',
-)
+print("implementation=None takes", '"pallas", the Hopper kernels' if reason is None else f'"xla" here: {reason}')
 
 # %% [markdown]
 # ## 1. A language model of Python
@@ -126,30 +114,18 @@ print(
 # %%
 STEPS = 800 if ON_GPU else 100
 corpus = data.load_corpus()
-print(
-    f"{corpus.files} files, {len(corpus.train):,} bytes to train on, {len(corpus.held_out):,} to test on"
-)
+print(f"{corpus.files} files, {len(corpus.train):,} bytes to train on, {len(corpus.held_out):,} to test on")
 
 config = jfla.nn.DeltaLMConfig(
-    vocab_size=data.VOCAB,
-    hidden_size=128,
-    num_layers=2,
-    num_heads=HEADS,
-    head_dim=DIM,
-    op="gdn",
-    dtype=DTYPE,
+    vocab_size=data.VOCAB, hidden_size=128, num_layers=2, num_heads=HEADS, head_dim=DIM, op="gdn", dtype=DTYPE
 )
-model = nnx.jit(
-    lambda: jfla.nn.DeltaLM(config, rngs=nnx.Rngs(0))
-)()  # one compiled program draws all parameters
+model = nnx.jit(lambda: jfla.nn.DeltaLM(config, rngs=nnx.Rngs(0)))()  # one compiled program draws all parameters
 print(f"{sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param))):,} parameters")
 
 
 def adamw(steps, rate):
     schedule = optax.warmup_cosine_decay_schedule(0.0, rate, 20, steps, rate / 20)
-    return optax.chain(
-        optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=0.01)
-    )
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=0.01))
 
 
 @nnx.jit
@@ -221,9 +197,7 @@ plt.show()
 cache = model.init_cache(batch=1, max_len=1)
 print(f"cache of a sequence: {sum(x.nbytes for x in jax.tree.leaves(cache)):,} bytes\n")
 prompt = "import os\n\n\nclass Path:\n    def "
-written = model.generate(
-    jnp.array([list(prompt.encode())]), 400, key=jax.random.key(1), temperature=0.6
-)
+written = model.generate(jnp.array([list(prompt.encode())]), 400, key=jax.random.key(1), temperature=0.6)
 print(prompt + bytes(np.asarray(written[0], np.uint8)).decode("ascii", errors="replace"))
 
 # %% [markdown]
@@ -265,23 +239,16 @@ def check_plain():
     layer = PlainLinearAttention(8, 1, 8, rngs=nnx.Rngs(0))
     q, k, v = np.random.default_rng(0).standard_normal((3, 1, 40, 1, 8)).astype(np.float32)
     g, beta = np.random.default_rng(1).standard_normal((2, 1, 40, 1)).astype(np.float32)
-    output = layer._delta_rule([jnp.asarray(x) for x in (q, k, v, g, beta)], None, None).output[
-        0, :, 0
-    ]
+    output = layer._delta_rule([jnp.asarray(x) for x in (q, k, v, g, beta)], None, None).output[0, :, 0]
     q, k = (np.asarray(l2norm(jnp.asarray(x)))[0, :, 0] for x in (q, k))
-    decay, strength = (
-        np.exp(layer._gate()(jnp.asarray(g)[..., None]))[0, :, 0, 0],
-        1 / (1 + np.exp(-beta[0, :, 0])),
-    )
+    decay, strength = np.exp(layer._gate()(jnp.asarray(g)[..., None]))[0, :, 0, 0], 1 / (1 + np.exp(-beta[0, :, 0]))
     S, expected = np.zeros((8, 8)), []
     for t in range(40):
         S = decay[t] * S + np.outer(k[t], strength[t] * v[0, t, 0])
         expected.append(S.T @ q[t] * 8**-0.5)
     difference = np.abs(np.asarray(output) - expected).max()
     print(f"plain linear attention, triangle and recurrence differ by {difference:.1e}")
-    assert (
-        difference < 1e-2 if ON_GPU else difference < 1e-5
-    )  # matrix products of a GPU may round to tf32
+    assert difference < 1e-2 if ON_GPU else difference < 1e-5  # matrix products of a GPU may round to tf32
 
 
 check_plain()
@@ -296,23 +263,14 @@ def recall_rows(rng, rows, pairs, time=TIME):
     values = KEYS + rng.integers(VALUES, size=(rows, pairs))
     queries = rng.integers(pairs, size=(rows, time // 2 - pairs))
     order = np.concatenate([np.tile(np.arange(pairs), (rows, 1)), queries], axis=1)
-    tokens = np.stack(
-        [np.take_along_axis(x, order, axis=1) for x in (keys, values)], axis=2
-    ).reshape(rows, time)
+    tokens = np.stack([np.take_along_axis(x, order, axis=1) for x in (keys, values)], axis=2).reshape(rows, time)
     position = np.arange(time)
-    return tokens.astype(np.int32), np.tile(
-        (position >= 2 * pairs) & (position % 2 == 1), (rows, 1)
-    )
+    return tokens.astype(np.int32), np.tile((position >= 2 * pairs) & (position % 2 == 1), (rows, 1))
 
 
 tokens, predicted = recall_rows(np.random.default_rng(0), 1, 4, 20)
 text = [f"k{x}" if x < KEYS else f"v{x - KEYS}" for x in tokens[0]]
-print(
-    "pairs:  ",
-    *text[:8],
-    "\nqueries:",
-    *(f"[{x}]" if p else x for x, p in zip(text[8:], predicted[0, 8:])),
-)
+print("pairs:  ", *text[:8], "\nqueries:", *(f"[{x}]" if p else x for x, p in zip(text[8:], predicted[0, 8:])))
 
 
 @functools.partial(nnx.jit, static_argnums=0)
@@ -350,10 +308,7 @@ for rule in ("KDA", "GDN", "plain linear attention"):
     curves[rule] = np.array(losses)
     test = np.random.default_rng(1)  # the same new rows for every model
     results[rule] = [float(accuracy(model, *recall_rows(test, 128, pairs))) for pairs in PAIRS]
-    print(
-        f"{rule:23}",
-        " ".join(f"{pairs} pairs: {x:4.0%}  " for pairs, x in zip(PAIRS, results[rule])),
-    )
+    print(f"{rule:23}", " ".join(f"{pairs} pairs: {x:4.0%}  " for pairs, x in zip(PAIRS, results[rule])))
 
 # %%
 figure, (left, right) = plt.subplots(1, 2, figsize=(10.5, 3.4))
@@ -368,9 +323,7 @@ left.set(title="training loss, mean of 10 steps", xlabel="step")
 left.legend()
 right.axhline(100 / VALUES, color="#6b7280", linewidth=1, linestyle="--")
 right.annotate("guessing", (PAIRS[0], 100 / VALUES + 2), color="#6b7280", fontsize=9)
-right.set(
-    title="right answers on new rows, %", xlabel="pairs to remember", ylim=(0, 105), xticks=PAIRS
-)
+right.set(title="right answers on new rows, %", xlabel="pairs to remember", ylim=(0, 105), xticks=PAIRS)
 plt.show()
 assert results["GDN"][-1] > results["plain linear attention"][-1]
 assert results["KDA"][-1] > results["plain linear attention"][-1]

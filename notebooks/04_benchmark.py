@@ -59,22 +59,13 @@ def install():
         keep = [f"{name}=={version}" for name in ("jax", "jaxlib") if (version := installed(name))]
     else:
         extra, keep = "cli,cuda12" if shutil.which("nvidia-smi") else "cli", []
-        print(
-            f"JAX {jax_version or 'is missing'}: jfla needs {OLDEST_JAX} or newer, which is installed now."
-        )
-    clone = [
-        p
-        for p in [pathlib.Path.cwd(), *pathlib.Path.cwd().parents]
-        if (p / "jfla" / "api.py").exists()
-    ]
+        print(f"JAX {jax_version or 'is missing'}: jfla needs {OLDEST_JAX} or newer, which is installed now.")
+    clone = [p for p in [pathlib.Path.cwd(), *pathlib.Path.cwd().parents] if (p / "jfla" / "api.py").exists()]
     source = f"jfla[{extra}] @ " + (clone[0].as_uri() if clone else f"git+{REPOSITORY}")
     with tempfile.TemporaryDirectory() as folder:
         constraints = pathlib.Path(folder, "constraints.txt")
         constraints.write_text("\n".join(keep))
-        subprocess.run(
-            [sys.executable, "-m", "pip", "install", "-q", "-c", str(constraints), source],
-            check=True,
-        )
+        subprocess.run([sys.executable, "-m", "pip", "install", "-q", "-c", str(constraints), source], check=True)
     importlib.invalidate_caches()
     if "jax" in sys.modules and not keep:
         print("JAX had been imported before: restart the runtime now and run this cell again.")
@@ -92,9 +83,7 @@ import dataclasses
 import importlib.util
 import os
 
-os.environ.setdefault(
-    "XLA_PYTHON_CLIENT_PREALLOCATE", "false"
-)  # other libraries may use the same GPU
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # other libraries may use the same GPU
 
 import jax
 import matplotlib.pyplot as plt
@@ -104,29 +93,19 @@ from IPython.display import Image, display
 
 import jfla
 
-if (
-    importlib.util.find_spec("benchmarks") is None
-):  # they are not installed with jfla, but lie beside it in a clone
+if importlib.util.find_spec("benchmarks") is None:  # they are not installed with jfla, but lie beside it in a clone
     clone = pathlib.Path(tempfile.mkdtemp(), "jfla")
     subprocess.run(["git", "clone", "-q", "--depth", "1", REPOSITORY, str(clone)], check=True)
     sys.path.insert(0, str(clone))
 from benchmarks import plot, report, results, runner, shapes
 
-get_ipython().run_line_magic(
-    "matplotlib", "inline"
-)  # benchmarks.plot had switched to drawing without a display
+get_ipython().run_line_magic("matplotlib", "inline")  # benchmarks.plot had switched to drawing without a display
 plt.style.use("jfla.cli.notebook")
 
-tokens, per_head = (
-    jax.ShapeDtypeStruct((1, 8192, 32, 128), "bfloat16"),
-    jax.ShapeDtypeStruct((1, 8192, 32), "float32"),
-)
+tokens, per_head = jax.ShapeDtypeStruct((1, 8192, 32, 128), "bfloat16"), jax.ShapeDtypeStruct((1, 8192, 32), "float32")
 reason = jfla.pallas.supported(tokens, tokens, tokens, per_head, per_head)
 print(f"JAX {jax.__version__} on {jax.devices()[0].device_kind}")
-print(
-    "implementation=None takes",
-    '"pallas", the Hopper kernels' if reason is None else f'"xla" here: {reason}',
-)
+print("implementation=None takes", '"pallas", the Hopper kernels' if reason is None else f'"xla" here: {reason}')
 
 # %% [markdown]
 # ## The results
@@ -144,11 +123,7 @@ for path in files:
     record = results.read(path)
     print(f"{path.name}: {record.device}, {record.date}, {len(record.rows)} rows")
 if MEASURE_HERE or not files:
-    print(
-        "" if files else "There are no results in the repository; ",
-        "measuring this machine ...",
-        sep="",
-    )
+    print("" if files else "There are no results in the repository; ", "measuring this machine ...", sep="")
     record = runner.run(PLAN, lambda done, total, what: print(f"  {done}/{total} {what}"))
 else:
     record = results.read(files[-1])
@@ -160,8 +135,7 @@ else:
 # %%
 print(report.title(record))
 COLUMNS = [
-    report.COLUMNS.index(name)
-    for name in ("op", "pass", "shape", "gate", "by", "ms", "+-", "worst error", "MiB")
+    report.COLUMNS.index(name) for name in ("op", "pass", "shape", "gate", "by", "ms", "+-", "worst error", "MiB")
 ]
 table = [report.COLUMNS, *report.lines(record)]
 widths = [max(len(row[column]) for row in table) for column in COLUMNS]
@@ -177,9 +151,7 @@ print("\n".join(report.refusals(record.rows)))
 
 # %%
 few = {str(shape) for name in ("paper", "quick") for shape in shapes.SETS[name]}
-drawn = dataclasses.replace(
-    record, rows=[row for row in record.rows if row.shape in few and row.gate == "strong"]
-)
+drawn = dataclasses.replace(record, rows=[row for row in record.rows if row.shape in few and row.gate == "strong"])
 with tempfile.TemporaryDirectory() as folder:
     plot.draw_results(drawn, pathlib.Path(folder, "times.png"))
     display(Image(pathlib.Path(folder, "times.png").read_bytes(), width=900))
@@ -193,11 +165,7 @@ with tempfile.TemporaryDirectory() as folder:
 # left to gain.
 
 # %%
-timed = [
-    row
-    for row in report.ordered(record.rows)
-    if row.ms and row.timed in ("forward", "backward", "decode")
-]
+timed = [row for row in report.ordered(record.rows) if row.ms and row.timed in ("forward", "backward", "decode")]
 timed.sort(key=lambda row: row.timed == "decode")  # training comes first in the legend
 names = list(dict.fromkeys(row.implementation for row in timed))
 colors = {name: plot.COLORS[name] for name in names}
@@ -212,23 +180,12 @@ for ax, op in zip(axes, ("kda", "gdn")):
     for row in timed:
         if row.op == op:
             intensity = row.tflop_per_s / row.tb_per_s
-            ax.plot(
-                intensity,
-                row.tflop_per_s,
-                markers[row.timed],
-                color=colors[row.implementation],
-                alpha=0.8,
-            )
+            ax.plot(intensity, row.tflop_per_s, markers[row.timed], color=colors[row.implementation], alpha=0.8)
     ax.set(title=op.upper(), xlabel="operations per byte")
 axes[0].set_ylabel("TFLOP/s")
-handles = [
-    plt.Line2D([], [], marker="o", linestyle="", color=colors[name], label=name) for name in names
-]
+handles = [plt.Line2D([], [], marker="o", linestyle="", color=colors[name], label=name) for name in names]
 shown = [name for name in markers if any(row.timed == name for row in timed)]
-handles += [
-    plt.Line2D([], [], marker=markers[name], linestyle="", color="#6b7280", label=name)
-    for name in shown
-]
+handles += [plt.Line2D([], [], marker=markers[name], linestyle="", color="#6b7280", label=name) for name in shown]
 axes[1].legend(handles=handles, loc="lower right", fontsize=8)
 plt.show()
 
@@ -252,9 +209,7 @@ for ax, op in zip(axes, ("kda", "gdn")):
     for shift, name in enumerate(names):
         for tensor, values in errors.get((op, name), {}).items():
             at = tensors.index(tensor) + (shift - (len(names) - 1) / 2) * 0.6 / len(names)
-            ax.semilogy(
-                [at] * len(values), values, "o", color=colors[name], markersize=5, alpha=0.7
-            )
+            ax.semilogy([at] * len(values), values, "o", color=colors[name], markersize=5, alpha=0.7)
     ax.axhline(2**-9, color="#6b7280", linewidth=1, linestyle="--")
     ax.set(title=op.upper())
     ax.set_xticks(range(len(tensors)), tensors, rotation=30)
