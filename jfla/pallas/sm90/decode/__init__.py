@@ -19,8 +19,9 @@ from jfla.pallas.mgpu.types import Gmem
 from jfla.pallas.sm90.decode.kernel import launch_decode
 from jfla.pallas.sm90.decode.spec import DecodeOutputs
 from jfla.parallel.sharding import compiler_partitioned
+from jfla.parallel.split import split_by
 from jfla.parallel.varying import vary_with
-from jfla.types import DeltaRuleOutput, Inputs, Options
+from jfla.types import INPUT_DIMS, DeltaRuleOutput, Inputs, Options
 
 __all__ = ["DecodePlan", "decode"]
 
@@ -46,6 +47,7 @@ def _decode(
 ) -> DeltaRuleOutput:
     """The recurrent op by the kernel; its derivatives, in any mode, are those of `definition`."""
 
+    @split_by((INPUT_DIMS,), DecodeOutputs("B T HV V", _states_dims(options)))
     def launch(inputs: Inputs) -> DecodeOutputs:
         return _launch(inputs, options, plan.v_block)
 
@@ -62,6 +64,10 @@ def _decode(
         if not plan.by_platform:
             return kernel(inputs)
         return lax.platform_dependent(inputs, cuda=kernel, default=portable)
+
+
+def _states_dims(options: Options) -> str:
+    return "B T HV K V" if options.return_states else "B HV K V"
 
 
 @_decode.defjvp
