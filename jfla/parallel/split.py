@@ -98,17 +98,24 @@ def _partitioned(
     operands: tuple[Any, ...],
 ) -> Any:
     flat, structure = jax.tree.flatten(operands)
-    shapes = jax.eval_shape(function, *operands)
+    whole, shapes = jax.make_jaxpr(function, return_shape=True)(*operands)
     flat_shapes, result_structure = jax.tree.flatten(shapes)
-    described = _Described(_names_of(operand_dims, operands), [x.shape for x in flat])
+    num_operands = len(flat)
+
+    def of_whole(*flat: Any) -> list[Any]:
+        return jax.core.eval_jaxpr(whole.jaxpr, flat[num_operands:], *flat[:num_operands])
+
+    def of_part(*flat: Any) -> list[Any]:
+        return jax.tree.leaves(function(*structure.unflatten(flat[:num_operands])))
+
+    # Constants go in as operands, because custom_partitioning takes no function that has some.
+    flat += whole.consts
+    names = _names_of(operand_dims, operands) + [("constant",) * x.ndim for x in whole.consts]
+    described = _Described(names, [x.shape for x in flat])
     results = _Described(_names_of(result_dims, shapes), [x.shape for x in flat_shapes])
-
-    def of_flat(*flat: Any) -> list[Any]:
-        return jax.tree.leaves(function(*structure.unflatten(flat)))
-
-    call = custom_partitioning(of_flat)
+    call = custom_partitioning(of_whole)
     call.def_partition(
-        _partition(_in_this_context(of_flat), described, results),
+        _partition(_in_this_context(of_part), described, results),
         decode_shardings=False,
         **_sharding_rule(described, results),
     )
@@ -143,7 +150,7 @@ def _sharding_rule(operands: _Described, results: _Described) -> dict[str, Any]:
     """For `def_partition`: a factor for the batch, one for the heads, and whole ones for everything else."""
     heads = operands.size("H") or 1
     group = (operands.size("HV") or heads) // heads
-    whole: list[str] = []
+    whole: list[str] = []  # in the order in which they occur
 
     def new_whole() -> str:
         whole.append(f"whole{len(whole)}")
@@ -154,16 +161,17 @@ def _sharding_rule(operands: _Described, results: _Described) -> dict[str, Any]:
             return "batch"
         if name not in SPLIT or heads == 1:
             return new_whole()
-        return "heads" if name == "H" or group == 1 else "(heads group)"
+        if name == "H" or group == 1:
+            return "heads"
+        if "group" not in whole:
+            whole.append("group")
+        return "(heads group)"
 
     def side(described: _Described) -> str:
         return ", ".join(" ".join(factor(name) for name in names) for names in described.names)
 
     rule = f"{side(operands)} -> {side(results)}"
-    sizes: dict[str, Any] = {}
-    if "(heads group)" in rule:
-        whole.append("group")
-        sizes = {"group": group}
+    sizes = {"group": group} if "group" in whole else {}
     return {"sharding_rule": rule, "need_replication_factors": tuple(whole), **sizes}
 
 
