@@ -1,10 +1,11 @@
 """Calls on sharded arrays: every device runs the kernels on its own rows and heads.
 
 On simulated devices plain JAX stands in for the kernels, with their operands and results: interpret mode takes one
-device. For two H200s the kernels themselves are compiled.
+device. For four H200s the kernels themselves are compiled.
 """
 
 import dataclasses
+import functools
 import re
 from typing import Any
 
@@ -14,8 +15,17 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from support.kernel_cases import Call, error, inputs, results, validated
+from support.h200 import H200
+from support.kernel_cases import (
+    Call,
+    error,
+    inputs,
+    main_and_rest,
+    results,
+    validated,
+)
 
+import jfla
 from jfla import chunk_op
 from jfla.gates import log_decay, write_strength
 from jfla.pallas.heuristics import Schedule, dims_of, schedule
@@ -202,3 +212,52 @@ def test_on_one_device_the_function_is_lowered_as_if_it_were_called():
     instructions = lambda text: sorted(re.findall(r"= \S+ (\w+)\(", strip(text)))
     assert instructions(plain) == instructions(wrapped)
     np.testing.assert_array_equal(split(x)["b"], function(x)["b"])
+
+
+def described_on_four_h200s(op: str, time: int) -> dict[str, Any]:
+    """A call with rows over two GPUs and heads over two, K = V = 64, with a gate and an initial state."""
+    from jax.experimental import topologies
+
+    topology = topologies.get_topology_desc(
+        platform="cuda", topology_name="1x1x4", target_config=H200, topology="1x1x4"
+    )
+    kinds = (AxisType.Auto,) * 2
+    mesh = jax.sharding.Mesh(np.array(topology.devices).reshape(2, 2), ("x", "y"), axis_types=kinds)
+    call = Call(op, gates="raw", batch=2, heads=2, group=2, time=time)
+    arrays = jax.eval_shape(lambda: inputs(call)[0])
+    lay = lambda name, x: NamedSharding(mesh, spec_of(name, x, "x", "y"))
+    return {
+        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=lay(name, x))
+        for name, x in arrays.items()
+    }
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(("op", "implementation"), [("kda", "pallas"), ("gdn", None)])
+def test_kernels_compiled_for_four_gpus_move_no_activation(op, implementation):
+    """Values and gradients: what goes over the network is the gradients of the gate's parameters."""
+    arrays = described_on_four_h200s(op, time=256)
+    static = {"qk_norm": True, "beta_max": 1.0, "return_final_state": True}
+    chunk = functools.partial(getattr(jfla, f"chunk_{op}"), implementation=implementation)
+    program = jax.jit(lambda arrays: results(chunk, arrays, static))
+    with jfla.pallas.compiling_for("9.0"):
+        text = program.trace(arrays).lower().compile().as_text()
+    assert set(COLLECTIVES.findall(text)) == {"all-reduce"}
+    assert re.search(r"bf16\[1,256,2,64\]", text)  # a device's part of v
+    assert not re.search(r"\[2,256,[24],64\]", text)
+
+
+@pytest.mark.aot
+def test_decoding_compiled_for_four_gpus_moves_nothing():
+    arrays = described_on_four_h200s("kda", time=2)
+
+    def decode(arrays: dict[str, Any]) -> DeltaRuleOutput:
+        main, rest = main_and_rest(arrays)
+        options = {"return_final_state": True, "implementation": "pallas"}
+        return jfla.recurrent_kda(*main, **rest, **options, qk_norm=True, beta_max=1.0)
+
+    with jfla.pallas.compiling_for("9.0"):
+        text = jax.jit(decode).trace(arrays).lower().compile().as_text()
+    assert not COLLECTIVES.findall(text)
+    assert "f32[1,2,64,64]" in text  # a device's part of the state
+    assert "f32[2,4,64,64]" not in text
