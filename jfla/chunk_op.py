@@ -18,11 +18,12 @@ from jfla.pallas.arrays import gate_cotangents
 from jfla.pallas.context import interpreted
 from jfla.pallas.heuristics import Dims, Schedule, dims_of, schedule_of_part
 from jfla.pallas.sm90 import chunk as sm90
+from jfla.parallel import dims
 from jfla.parallel.sharding import compiler_partitioned
 from jfla.parallel.split import split_by
 from jfla.parallel.varying import vary_with
 from jfla.stages import IntraChunk, Residuals
-from jfla.types import INPUT_DIMS, DeltaRuleOutput, Inputs, Options
+from jfla.types import DeltaRuleOutput, Inputs, Options
 from jfla.xla import op as xla
 
 
@@ -36,26 +37,20 @@ class Plan:
 
     def schedule_for(self, inputs: Inputs, options: Options, whole: Dims) -> Schedule:
         """Of the whole call, or of the part of it that a device has."""
-        dims = dims_of(inputs)
-        return (
-            self.schedule if dims == whole else schedule_of_part(options.op, dims, self.schedule)
-        )
-
-
-OUTPUT_DIMS = DeltaRuleOutput("B T HV V", "B HV K V")
-RESIDUAL_DIMS = Residuals(IntraChunk("B HV N C C", "B HV N C C"), "B HV spans V K")
+        part = dims_of(inputs)
+        return self.schedule if part == whole else schedule_of_part(options.op, part, self.schedule)
 
 
 def _forward(
     inputs: Inputs, options: Options, plan: Plan, for_backward: bool
 ) -> tuple[DeltaRuleOutput, Residuals]:
     def kernels(inputs: Inputs) -> tuple[DeltaRuleOutput, Residuals]:
-        @split_by((INPUT_DIMS,), (OUTPUT_DIMS, RESIDUAL_DIMS))
+        @split_by((dims.INPUTS,), (dims.OUTPUT, dims.RESIDUALS))
         def split(inputs: Inputs) -> tuple[DeltaRuleOutput, Residuals]:
-            schedule = plan.schedule_for(inputs, options, dims)
+            schedule = plan.schedule_for(inputs, options, whole)
             return sm90.forward(inputs, options, schedule, for_backward=for_backward)
 
-        dims = dims_of(inputs)
+        whole = dims_of(inputs)
         return vary_with(split(inputs), *inputs[:5])
 
     if not plan.by_platform:
@@ -74,12 +69,12 @@ def _backward(
     inputs: Inputs, options: Options, plan: Plan, residuals: Residuals, d_output: DeltaRuleOutput
 ) -> Inputs:
     def kernels(inputs: Inputs, residuals: Residuals, d_output: DeltaRuleOutput) -> Inputs:
-        @split_by((INPUT_DIMS, RESIDUAL_DIMS, OUTPUT_DIMS), INPUT_DIMS)
+        @split_by((dims.INPUTS, dims.RESIDUALS, dims.OUTPUT), dims.INPUTS)
         def split(inputs: Inputs, residuals: Residuals, d_output: DeltaRuleOutput) -> Inputs:
-            schedule = plan.schedule_for(inputs, options, dims)
+            schedule = plan.schedule_for(inputs, options, whole)
             return sm90.backward(inputs, options, schedule, residuals, *d_output)
 
-        dims = dims_of(inputs)
+        whole = dims_of(inputs)
         # Outside, so that the partitioner sums the gradients of the gate's parameters over rows on other devices.
         return gate_cotangents(inputs, options, split(inputs, residuals, d_output))
 

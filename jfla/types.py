@@ -8,7 +8,7 @@
 """
 
 import dataclasses
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from jaxtyping import Array, Float, Int
 
@@ -84,19 +84,6 @@ class Inputs(NamedTuple):
     gate: Gate | None
     initial_state: State | None
     segment_ids: SegmentIds | None
-
-
-# The dimensions of a call without a state per segment, by name. A gate's parameter has the first one or both.
-INPUT_DIMS: Any = Inputs(
-    q="B T H K",
-    k="B T H K",
-    v="B T HV V",
-    g="B T HV G",
-    beta="B T HV",
-    gate="HV K",
-    initial_state="B HV K V",
-    segment_ids="B T",
-)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.core import eval_jaxpr
 from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
@@ -103,7 +104,7 @@ def _partitioned(
     num_operands = len(flat)
 
     def of_whole(*flat: Any) -> list[Any]:
-        return jax.core.eval_jaxpr(whole.jaxpr, flat[num_operands:], *flat[:num_operands])
+        return eval_jaxpr(whole.jaxpr, flat[num_operands:], *flat[:num_operands])
 
     def of_part(*flat: Any) -> list[Any]:
         return jax.tree.leaves(function(*structure.unflatten(flat[:num_operands])))
@@ -201,9 +202,7 @@ def _device_id(device: Any) -> int:
     return device.id
 
 
-def _aligned(
-    names: list[Names], shapes: list[tuple[int, ...]], shardings: list[Sharding]
-) -> bool:
+def _aligned(names: list[Names], shapes: list[tuple[int, ...]], shardings: list[Sharding]) -> bool:
     """Whether each device has the same rows and the same heads of everything, and the whole of the rest.
 
     Where a dimension is not split evenly it does not.

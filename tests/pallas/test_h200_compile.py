@@ -14,6 +14,7 @@ from support.h200 import H200
 
 import jfla
 
+
 def compile_for_h200(function: Callable[..., Any], *arguments: Any) -> None:
     from jax.experimental import topologies
 
