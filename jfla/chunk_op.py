@@ -13,10 +13,13 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jfla.linear_rule import differentiable, opaque_forward
+from jfla.pallas.arrays import gate_cotangents
 from jfla.pallas.context import interpreted
-from jfla.pallas.heuristics import Schedule
+from jfla.pallas.heuristics import Dims, Schedule, dims_of, schedule_of_part
 from jfla.pallas.sm90 import chunk as sm90
+from jfla.parallel import dims
 from jfla.parallel.sharding import compiler_partitioned
+from jfla.parallel.split import split_by
 from jfla.parallel.varying import vary_with
 from jfla.stages import IntraChunk, Residuals
 from jfla.types import DeltaRuleOutput, Inputs, Options
@@ -31,13 +34,23 @@ class Plan:
     interpret: bool = False
     by_platform: bool = False
 
+    def schedule_for(self, inputs: Inputs, options: Options, whole: Dims) -> Schedule:
+        """Of the whole call, or of the part of it that a device has."""
+        part = dims_of(inputs)
+        return self.schedule if part == whole else schedule_of_part(options.op, part, self.schedule)
+
 
 def _forward(
     inputs: Inputs, options: Options, plan: Plan, for_backward: bool
 ) -> tuple[DeltaRuleOutput, Residuals]:
     def kernels(inputs: Inputs) -> tuple[DeltaRuleOutput, Residuals]:
-        results = sm90.forward(inputs, options, plan.schedule, for_backward=for_backward)
-        return vary_with(results, *inputs[:5])
+        @split_by((dims.INPUTS,), (dims.OUTPUT, dims.RESIDUALS))
+        def split(inputs: Inputs) -> tuple[DeltaRuleOutput, Residuals]:
+            schedule = plan.schedule_for(inputs, options, whole)
+            return sm90.forward(inputs, options, schedule, for_backward=for_backward)
+
+        whole = dims_of(inputs)
+        return vary_with(split(inputs), *inputs[:5])
 
     if not plan.by_platform:
         return kernels(inputs)
@@ -55,9 +68,14 @@ def _backward(
     inputs: Inputs, options: Options, plan: Plan, residuals: Residuals, d_output: DeltaRuleOutput
 ) -> Inputs:
     def kernels(inputs: Inputs, residuals: Residuals, d_output: DeltaRuleOutput) -> Inputs:
-        d_final = d_output.final_state
-        schedule = plan.schedule
-        return sm90.backward(inputs, options, schedule, residuals, d_output.output, d_final)
+        @split_by((dims.INPUTS, dims.RESIDUALS, dims.OUTPUT), dims.INPUTS)
+        def split(inputs: Inputs, residuals: Residuals, d_output: DeltaRuleOutput) -> Inputs:
+            schedule = plan.schedule_for(inputs, options, whole)
+            return sm90.backward(inputs, options, schedule, residuals, *d_output)
+
+        whole = dims_of(inputs)
+        # Outside, so that the partitioner sums the gradients of the gate's parameters over rows on other devices.
+        return gate_cotangents(inputs, options, split(inputs, residuals, d_output))
 
     if not plan.by_platform:
         return kernels(inputs, residuals, d_output)

@@ -158,10 +158,12 @@ def _recurrent_pallas(inputs: Inputs, options: Options, choice: Choice) -> Delta
     from jfla.reference import recurrent
 
     dims = dims_of(inputs)
+    num_sms = support.num_sms(inputs)
     plan = decode.DecodePlan(
-        decode_v_block(dims.value_dim, dims.sequences, support.num_sms(inputs)),
+        decode_v_block(dims.value_dim, dims.sequences, num_sms),
         interpret=interpreting(),
         by_platform=choice.by_platform,
+        num_sms=num_sms,
     )
     return decode.decode(inputs, options, recurrent.run, plan)
 

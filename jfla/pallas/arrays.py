@@ -124,7 +124,10 @@ def qk_options(inputs: Inputs, options: Options) -> QkOptions:
 def cotangents(
     inputs: Inputs, options: Options, grads: KernelGrads, dv: Array, d_initial: Array | None
 ) -> Inputs:
-    """From what the kernels leave, per value head and in whole chunks, to the cotangents of the caller's arrays."""
+    """From what the kernels leave, per value head and in whole chunks, to the cotangents of the caller's arrays.
+
+    Those of g and beta are of the log decay and of the strength of the write: `gate_cotangents` takes them further.
+    """
     time = inputs.q.shape[1]
     differentiable = (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta)
 
@@ -134,28 +137,33 @@ def cotangents(
     def token_scalars(x: Array) -> Array:
         return tokens(x.reshape(*x.shape[:2], -1).swapaxes(1, 2))
 
+    scalar_gate = options.op.scalar_gate
+    if d_initial is not None:
+        d_initial = vary_with(d_initial[:, :, 0].mT, *differentiable)
+    beta = write_strength(without_padding(inputs.beta, inputs.segment_ids), options.beta_max)
+    return Inputs(
+        q=_to_query(tokens(grads.dq), inputs.q, inputs, options),
+        k=_to_query(tokens(grads.dk), inputs.k, inputs, options),
+        v=tokens(dv).astype(inputs.v.dtype),
+        g=token_scalars(grads.dg)[..., None] if scalar_gate else tokens(grads.dg),
+        beta=token_scalars(grads.v_new_dot_dv) / nonzero_beta(beta) ** 2,
+        gate=None,
+        initial_state=d_initial,
+        segment_ids=None,
+    )
+
+
+def gate_cotangents(inputs: Inputs, options: Options, d: Inputs) -> Inputs:
+    """From `cotangents` to those of the raw g, the gate's parameters and the raw beta: elementwise, and sums."""
+
     def elementwise(g: Array, gate: Gate | None, beta: Array) -> tuple[Array, Array]:
         g = without_padding(g, inputs.segment_ids)
         beta = without_padding(beta, inputs.segment_ids)
         return log_decay(g, gate), write_strength(beta, options.beta_max)
 
-    (_, beta), adjoint = jax.vjp(elementwise, inputs.g, inputs.gate, inputs.beta)
-    dbeta = token_scalars(grads.v_new_dot_dv) / nonzero_beta(beta) ** 2
-    scalar_gate = options.op.scalar_gate
-    dg = token_scalars(grads.dg)[..., None] if scalar_gate else tokens(grads.dg)
-    dg, dgate, dbeta = adjoint((dg, dbeta))
-    if d_initial is not None:
-        d_initial = vary_with(d_initial[:, :, 0].mT, *differentiable)
-    return Inputs(
-        q=_to_query(tokens(grads.dq), inputs.q, inputs, options),
-        k=_to_query(tokens(grads.dk), inputs.k, inputs, options),
-        v=tokens(dv).astype(inputs.v.dtype),
-        g=dg,
-        beta=dbeta,
-        gate=dgate,
-        initial_state=d_initial,
-        segment_ids=None,
-    )
+    _, adjoint = jax.vjp(elementwise, inputs.g, inputs.gate, inputs.beta)
+    dg, dgate, dbeta = adjoint((d.g, d.beta))
+    return d._replace(g=dg, gate=dgate, beta=dbeta)
 
 
 def _to_query(dx: Array, x: Array, inputs: Inputs, options: Options) -> Array:

@@ -79,6 +79,14 @@ def schedule(
     )
 
 
+def schedule_of_part(op: Op, dims: Dims, whole: Schedule) -> Schedule:
+    """The schedule of a device's part of a call that is split over devices. What the backward finds stays as it is."""
+    part = schedule(op, dims, whole.num_sms, whole.smem_bytes)
+    if not whole.num_spans:
+        return dataclasses.replace(part, num_spans=0)
+    return dataclasses.replace(part, num_spans=whole.num_spans, time_splits=1)
+
+
 def intra_wgs(op: Op, key_dim: int) -> int:
     """With a gate per channel all warpgroups of a CTA share a chunk; else each has its own, as shared memory allows."""
     if not op.scalar_gate:

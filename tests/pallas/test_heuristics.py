@@ -8,6 +8,7 @@ from jfla.pallas.heuristics import (
     num_spans,
     overlap_schedule,
     schedule,
+    schedule_of_part,
     time_splits,
 )
 from jfla.types import OPS
@@ -59,3 +60,17 @@ def test_kernels_overlap_in_calls_that_leave_much_of_the_gpu_idle(op, heads, tim
 def test_one_multiprocessor_overlaps_and_splits_nothing(op):
     found = schedule(OPS[op], dims_of(8, 8192), num_sms=1)
     assert (found.overlap_ctas, found.time_splits, found.scan_v_block) == (0, 1, 128)
+
+
+@pytest.mark.parametrize(("heads", "part_heads", "spans"), [(64, 8, 4), (16, 2, 0)])
+def test_a_part_keeps_what_the_backward_finds(heads, part_heads, spans):
+    """The states where spans of time begin are results of the forward, whose shapes the whole call has settled."""
+    op = OPS["gdn"]
+    whole = schedule(op, dims_of(heads, 8192), 100)
+    alone = schedule(op, dims_of(part_heads, 8192), 100)
+    part = schedule_of_part(op, dims_of(part_heads, 8192), whole)
+    assert whole.num_spans == part.num_spans == spans
+    assert alone.num_spans == 0
+    assert alone.time_splits > 1
+    assert part.time_splits == (1 if spans else alone.time_splits)
+    assert part.num_sms == 100

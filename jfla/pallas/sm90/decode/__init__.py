@@ -15,10 +15,13 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from jfla.pallas.context import interpreted
+from jfla.pallas.heuristics import HOPPER_SMS, decode_v_block, dims_of
 from jfla.pallas.mgpu.types import Gmem
 from jfla.pallas.sm90.decode.kernel import launch_decode
 from jfla.pallas.sm90.decode.spec import DecodeOutputs
+from jfla.parallel import dims
 from jfla.parallel.sharding import compiler_partitioned
+from jfla.parallel.split import split_by
 from jfla.parallel.varying import vary_with
 from jfla.types import DeltaRuleOutput, Inputs, Options
 
@@ -31,6 +34,8 @@ Definition = Callable[[Inputs, Options], DeltaRuleOutput]
 class DecodePlan:
     """How a call is carried out. `v_block` is how many columns of a state one CTA holds: 16, 32 or 64.
 
+    Where the call is split over devices, a part of it finds its own with `num_sms`.
+
     `by_platform` lowers the kernel for CUDA and `definition` for everything else. `interpret` is context, so it has to
     be part of the key of jit's cache.
     """
@@ -38,6 +43,7 @@ class DecodePlan:
     v_block: int
     interpret: bool = False
     by_platform: bool = False
+    num_sms: int = HOPPER_SMS
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
@@ -46,8 +52,16 @@ def _decode(
 ) -> DeltaRuleOutput:
     """The recurrent op by the kernel; its derivatives, in any mode, are those of `definition`."""
 
+    whole = dims_of(inputs)
+    states_dims = "B T HV K V" if options.return_states else "B HV K V"
+
+    @split_by((dims.INPUTS,), DecodeOutputs("B T HV V", states_dims))
     def launch(inputs: Inputs) -> DecodeOutputs:
-        return _launch(inputs, options, plan.v_block)
+        v_block = plan.v_block
+        part = dims_of(inputs)
+        if part != whole:
+            v_block = decode_v_block(part.value_dim, part.sequences, plan.num_sms)
+        return _launch(inputs, options, v_block)
 
     def kernel(inputs: Inputs) -> DeltaRuleOutput:
         outputs = jax.custom_batching.sequential_vmap(launch)(inputs)

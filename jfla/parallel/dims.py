@@ -1,0 +1,35 @@
+"""What goes into an op and comes out, with the names of its dimensions in the place of every array.
+
+They are those of a call without a state per segment. An array has as many of the names as it has dimensions: a gate's
+parameter has HV, or HV and K.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from jfla.stages import IntraChunk, Residuals
+from jfla.types import DeltaRuleOutput, Inputs
+
+
+def _named(container: Callable[..., Any], **names: Any) -> Any:
+    """The container of names, which its types say are arrays."""
+    return container(**names)
+
+
+INPUTS = _named(
+    Inputs,
+    q="B T H K",
+    k="B T H K",
+    v="B T HV V",
+    g="B T HV G",
+    beta="B T HV",
+    gate="HV K",
+    initial_state="B HV K V",
+    segment_ids="B T",
+)
+OUTPUT = _named(DeltaRuleOutput, output="B T HV V", final_state="B HV K V")
+RESIDUALS = _named(
+    Residuals,
+    intra=_named(IntraChunk, a_qk="B HV N C C", a_inv="B HV N C C"),
+    state_checkpoints="B HV spans V K",
+)

@@ -1,0 +1,263 @@
+"""Calls on sharded arrays: every device runs the kernels on its own rows and heads.
+
+On simulated devices plain JAX stands in for the kernels, with their operands and results: interpret mode takes one
+device. For four H200s the kernels themselves are compiled.
+"""
+
+import dataclasses
+import functools
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from support.h200 import H200
+from support.kernel_cases import (
+    Call,
+    error,
+    inputs,
+    main_and_rest,
+    results,
+    validated,
+)
+
+import jfla
+from jfla import chunk_op
+from jfla.gates import log_decay, write_strength
+from jfla.pallas.heuristics import Schedule, dims_of, schedule
+from jfla.parallel.split import split_by
+from jfla.stages import IntraChunk, Residuals
+from jfla.types import DeltaRuleOutput, Inputs, Options
+from jfla.xla import op as xla
+from jfla.xla.forward import Pairs
+
+COLLECTIVES = re.compile(r"\b(all-gather|all-to-all|collective-permute|all-reduce)(?:-start)?\(")
+MOVES = {"all-gather", "all-to-all", "collective-permute"}
+NUM_SMS = 7  # of no other test, with which the compiled function could be shared
+
+
+class Standin:
+    """`jfla.pallas.sm90.chunk` in plain JAX. `parts` is what v was of the calls that were traced."""
+
+    def __init__(self) -> None:
+        self.parts: list[tuple[int, ...]] = []
+
+    def forward(
+        self, inputs: Inputs, options: Options, schedule: Schedule, *, for_backward: bool
+    ) -> tuple[DeltaRuleOutput, Residuals]:
+        self.parts.append(inputs.v.shape)
+        output, pairs = xla.forward(inputs, options)
+        intra = IntraChunk(*(jnp.moveaxis(x, 0, 2) for x in pairs))
+        return output, Residuals(intra, None)
+
+    def backward(
+        self,
+        inputs: Inputs,
+        options: Options,
+        schedule: Schedule,
+        residuals: Residuals,
+        do: jax.Array,
+        d_final: jax.Array | None,
+    ) -> Inputs:
+        self.parts.append(inputs.v.shape)
+        pairs = Pairs(*(jnp.moveaxis(x, 2, 0) for x in residuals.intra))
+        decay = log_decay(inputs.g, inputs.gate)
+        beta = write_strength(inputs.beta, options.beta_max)
+        inputs = inputs._replace(g=decay, beta=beta, gate=None)
+        options = dataclasses.replace(options, beta_max=None)
+        d = xla.backward_of(inputs, options, pairs, DeltaRuleOutput(do, d_final))
+        return d._replace(segment_ids=None)
+
+
+@pytest.fixture
+def standin(monkeypatch) -> Standin:
+    if jax.device_count() < 8:
+        pytest.skip("needs 8 devices")
+    jax.clear_caches()
+    standin = Standin()
+    monkeypatch.setattr(chunk_op, "sm90", standin)
+    return standin
+
+
+def op_of(name: str) -> Any:
+    def op(*args: Any, **kwargs: Any) -> DeltaRuleOutput:
+        inputs, options = validated(name, *args, **kwargs)
+        usual = schedule(options.op, dims_of(inputs), NUM_SMS)
+        return chunk_op.run(inputs, options, chunk_op.Plan(usual))
+
+    return op
+
+
+def case(op: str, **changes: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    return inputs(Call(op, batch=2, heads=2, group=2, time=64, dtype="float32", **changes))
+
+
+def spec_of(name: str, x: jax.Array, rows: str | None, heads: str | None) -> P:
+    """By rows and heads, whatever the array."""
+    if name in ("a_log", "dt_bias"):
+        return P(heads)
+    return P(rows, heads) if name.endswith("state") else P(rows, None, heads)
+
+
+def evaluated(op: str, arrays: dict[str, Any], rest: dict[str, Any]) -> tuple[Any, list[str]]:
+    """Values and gradients, and the collectives of the compiled program."""
+    program = jax.jit(lambda arrays, rest: results(op_of(op), arrays, rest | static))
+    static = {name: rest[name] for name in rest if not isinstance(rest[name], jax.Array)}
+    placed = {name: x for name, x in rest.items() if isinstance(x, jax.Array)}
+    compiled = program.lower(arrays, placed).compile()
+    return compiled(arrays, placed), COLLECTIVES.findall(compiled.as_text())
+
+
+def assert_equal(got: dict[str, Any], want: dict[str, Any]) -> None:
+    found = {name: error(got[name], want[name]) for name in want}
+    assert max(found.values()) < 1e-5, found
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize(
+    ("op", "gates", "segments", "rows", "heads"),
+    [
+        ("gdn", "raw", 3, "x", None),
+        ("gdn", "raw", 0, None, "y"),
+        ("kda", "raw", 0, "x", "y"),
+        ("kda", "strong", 3, "x", "y"),
+    ],
+)
+def test_each_device_has_its_rows_and_heads(standin, op, gates, segments, rows, heads, kind):
+    """Two value heads of a query head go together. Gradients of the gate's parameters are summed over rows."""
+    arrays, rest = case(op, gates=gates, segments=segments)
+    want, _ = evaluated(op, arrays, rest)
+    (whole,) = set(standin.parts)
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(kind, kind))
+    lay = lambda name, x: jax.device_put(x, NamedSharding(mesh, spec_of(name, x, rows, heads)))
+    arrays = {name: lay(name, x) for name, x in arrays.items()}
+    if segments:
+        rest["segment_ids"] = jax.device_put(rest["segment_ids"], NamedSharding(mesh, P(rows)))
+    standin.parts.clear()
+    got, collectives = evaluated(op, arrays, rest)
+    part = (whole[0] // (2 if rows else 1), whole[1], whole[2] // (2 if heads else 1), whole[3])
+    assert set(standin.parts) == {whole, part}
+    assert not MOVES & {*collectives}, collectives
+    summed = rows is not None and gates == "raw"
+    assert ("all-reduce" in collectives) == summed
+    for name, x in arrays.items():
+        assert got[name].sharding.is_equivalent_to(x.sharding, x.ndim), name
+    assert_equal(got, want)
+
+
+@pytest.mark.parametrize(
+    ("spec", "shape"),
+    [
+        (P(None, None, None, "x"), (2,)),  # K and V
+        (P(None, "x"), (2,)),  # time
+        (P(None, None, ("x", "y")), (2, 2)),  # four value heads of two query heads
+    ],
+    ids=["K and V", "time", "value heads alone"],
+)
+def test_what_cannot_be_split_is_gathered(standin, spec, shape):
+    arrays, rest = case("kda")
+    want, _ = evaluated("kda", arrays, rest)
+    mesh = jax.make_mesh(shape, ("x", "y")[: len(shape)], axis_types=(AxisType.Auto,) * len(shape))
+    for name in ("v", "g"):
+        arrays[name] = jax.device_put(arrays[name], NamedSharding(mesh, spec))
+    got, collectives = evaluated("kda", arrays, rest)
+    assert_equal(got, want)
+    assert MOVES & {*collectives}
+
+
+def test_vmap_checkpoint_and_shard_map_on_sharded_rows(standin):
+    arrays, rest = case("gdn")
+    want, _ = evaluated("gdn", arrays, rest)
+    op = op_of("gdn")
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
+    rows = NamedSharding(mesh, P("x"))
+    arrays = {name: jax.device_put(x, rows) for name, x in arrays.items()}
+
+    def one_row(arrays: Any) -> Any:
+        with_row = jax.tree.map(lambda x: x[None], arrays)
+        return jax.tree.map(lambda x: x[0], run(with_row))
+
+    def run(arrays: Any) -> Any:
+        main = [arrays[name] for name in ("q", "k", "v", "g", "beta")]
+        return op(*main, initial_state=arrays["initial_state"], **rest)
+
+    transformed = {
+        "vmap": jax.vmap(one_row),
+        "checkpoint": jax.checkpoint(run),
+        "shard_map": jax.shard_map(run, mesh=mesh, in_specs=P("x"), out_specs=P("x")),
+    }
+    for name, function in transformed.items():
+        out = jax.jit(function)(arrays)
+        assert_equal(out._asdict(), {field: want[field] for field in out._fields}), name
+
+        def loss(arrays: Any, function: Any = function) -> jax.Array:
+            return jnp.sum(function(arrays).output ** 2)
+
+        got = jax.jit(jax.grad(loss))(arrays)
+        assert_equal(got, jax.jit(jax.grad(lambda x: jnp.sum(run(x).output ** 2)))(arrays))
+
+
+def test_on_one_device_the_function_is_lowered_as_if_it_were_called():
+    def function(x: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        return {"b": jnp.sin(x["a"]) * 2.0}
+
+    split = split_by(({"a": "B H"},), {"b": "B H"})(function)
+    x = {"a": jnp.ones((4, 3))}
+    plain, wrapped = (jax.jit(f).lower(x).compile().as_text() for f in (function, split))
+    strip = lambda text: re.sub(r"HloModule.*|metadata=\{[^}]*\}|stack_frame_id=\d+", "", text)
+    instructions = lambda text: sorted(re.findall(r"= \S+ (\w+)\(", strip(text)))
+    assert instructions(plain) == instructions(wrapped)
+    np.testing.assert_array_equal(split(x)["b"], function(x)["b"])
+
+
+def described_on_four_h200s(op: str, time: int) -> dict[str, Any]:
+    """A call with rows over two GPUs and heads over two, K = V = 64, with a gate and an initial state."""
+    from jax.experimental import topologies
+
+    topology = topologies.get_topology_desc(
+        platform="cuda", topology_name="1x1x4", target_config=H200, topology="1x1x4"
+    )
+    kinds = (AxisType.Auto,) * 2
+    mesh = jax.sharding.Mesh(np.array(topology.devices).reshape(2, 2), ("x", "y"), axis_types=kinds)
+    call = Call(op, gates="raw", batch=2, heads=2, group=2, time=time)
+    arrays = jax.eval_shape(lambda: inputs(call)[0])
+    lay = lambda name, x: NamedSharding(mesh, spec_of(name, x, "x", "y"))
+    return {
+        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=lay(name, x))
+        for name, x in arrays.items()
+    }
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(("op", "implementation"), [("kda", "pallas"), ("gdn", None)])
+def test_kernels_compiled_for_four_gpus_move_no_activation(op, implementation):
+    """Values and gradients: what goes over the network is the gradients of the gate's parameters."""
+    arrays = described_on_four_h200s(op, time=256)
+    static = {"qk_norm": True, "beta_max": 1.0, "return_final_state": True}
+    chunk = functools.partial(getattr(jfla, f"chunk_{op}"), implementation=implementation)
+    program = jax.jit(lambda arrays: results(chunk, arrays, static))
+    with jfla.pallas.compiling_for("9.0"):
+        text = program.trace(arrays).lower().compile().as_text()
+    assert set(COLLECTIVES.findall(text)) == {"all-reduce"}
+    assert re.search(r"bf16\[1,256,2,64\]", text)  # a device's part of v
+    assert not re.search(r"\[2,256,[24],64\]", text)
+
+
+@pytest.mark.aot
+def test_decoding_compiled_for_four_gpus_moves_nothing():
+    arrays = described_on_four_h200s("kda", time=2)
+
+    def decode(arrays: dict[str, Any]) -> DeltaRuleOutput:
+        main, rest = main_and_rest(arrays)
+        options = {"return_final_state": True, "implementation": "pallas"}
+        return jfla.recurrent_kda(*main, **rest, **options, qk_norm=True, beta_max=1.0)
+
+    with jfla.pallas.compiling_for("9.0"):
+        text = jax.jit(decode).trace(arrays).lower().compile().as_text()
+    assert not COLLECTIVES.findall(text)
+    assert "f32[1,2,64,64]" in text  # a device's part of the state
+    assert "f32[2,4,64,64]" not in text
