@@ -18,7 +18,7 @@ import numpy as np
 from jax.core import eval_jaxpr
 from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jfla.pallas.context import interpreting
 
@@ -135,13 +135,20 @@ def _names_of(dims: Any, tree: Any) -> list[Names]:
 
 
 def _in_this_context(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function traced with the settings of here and now, for when the compiler asks for a part."""
+    """The function traced with the settings of here and now, for when the compiler asks for a part.
+
+    There is no mesh in a part, also where the compiler asks within `jax.set_mesh`.
+    """
     precision = jax.config.jax_default_matmul_precision
     x64 = jax.config.jax_enable_x64
 
     @functools.wraps(function)
     def in_context(*operands: Any) -> Any:
-        with jax.default_matmul_precision(precision), jax.enable_x64(x64):
+        with (
+            jax.default_matmul_precision(precision),
+            jax.enable_x64(x64),
+            jax.sharding.use_abstract_mesh(AbstractMesh((), ())),
+        ):
             return function(*operands)
 
     return in_context
