@@ -41,7 +41,10 @@ class Plan:
 
 
 def _forward(
-    inputs: Inputs, options: Options, plan: Plan, for_backward: bool
+    inputs: Inputs,
+    options: Options,
+    plan: Plan,
+    for_backward: bool,
 ) -> tuple[DeltaRuleOutput, Residuals]:
     def kernels(inputs: Inputs) -> tuple[DeltaRuleOutput, Residuals]:
         @split_by((dims.INPUTS,), (dims.OUTPUT, dims.RESIDUALS))
@@ -65,7 +68,11 @@ def _forward(
 
 
 def _backward(
-    inputs: Inputs, options: Options, plan: Plan, residuals: Residuals, d_output: DeltaRuleOutput
+    inputs: Inputs,
+    options: Options,
+    plan: Plan,
+    residuals: Residuals,
+    d_output: DeltaRuleOutput,
 ) -> Inputs:
     def kernels(inputs: Inputs, residuals: Residuals, d_output: DeltaRuleOutput) -> Inputs:
         @split_by((dims.INPUTS, dims.RESIDUALS, dims.OUTPUT), dims.INPUTS)

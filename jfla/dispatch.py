@@ -111,7 +111,10 @@ def explain(function: Callable[..., DeltaRuleOutput], *args: Any, **kwargs: Any)
 
 
 def _validated(
-    op: Op, form: Form, args: tuple[Any, ...], kwargs: dict[str, Any]
+    op: Op,
+    form: Form,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> tuple[Inputs, Options, Implementation | None]:
     arguments: dict[str, Any] = DEFAULTS | kwargs
     if form == "recurrent":

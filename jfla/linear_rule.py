@@ -94,7 +94,10 @@ def opaque_forward(forward: Callable, rule: Rule, inputs: Any) -> tuple[Any, Any
 
 @functools.partial(opaque_forward.defjvp, symbolic_zeros=True)
 def _opaque_forward_jvp(
-    forward: Callable, rule: Rule, primals: tuple[Any], tangents: tuple[Any]
+    forward: Callable,
+    rule: Rule,
+    primals: tuple[Any],
+    tangents: tuple[Any],
 ) -> tuple[Any, Any]:
     output, residuals = opaque_forward(forward, rule, *primals)
     # Residuals follow from the inputs, along which alone `_Jacobian` is differentiated.
@@ -163,7 +166,10 @@ def _impl(*operands: Any, jacobian: _Jacobian, out_avals: tuple[Any, ...]) -> Se
 
 
 def _derivative(
-    jacobian: _Jacobian, operands: Sequence[Any], tangents: Sequence[Any], out_avals: Any
+    jacobian: _Jacobian,
+    operands: Sequence[Any],
+    tangents: Sequence[Any],
+    out_avals: Any,
 ) -> list[Any]:
     """Linear in its last operands; along the inputs by JAX. The residuals follow from the inputs."""
     kept, _ = jacobian.split(operands)
@@ -187,7 +193,11 @@ def _derivative(
 
 
 def _jvp(
-    primals: Sequence[Any], tangents: Sequence[Any], *, jacobian: _Jacobian, out_avals: Any
+    primals: Sequence[Any],
+    tangents: Sequence[Any],
+    *,
+    jacobian: _Jacobian,
+    out_avals: Any,
 ) -> tuple[Sequence[Any], Sequence[Any]]:
     out = _jacobian_p.bind(*primals, jacobian=jacobian, out_avals=out_avals)
     return out, _derivative(jacobian, primals, tangents, out_avals)
@@ -201,7 +211,9 @@ def _closed_form(jacobian: _Jacobian, operands: tuple[Any, ...]) -> list[Any]:
 
 @functools.partial(_closed_form.defjvp, symbolic_zeros=True)
 def _closed_form_jvp(
-    jacobian: _Jacobian, primals: tuple[Any], tangents: tuple[Any]
+    jacobian: _Jacobian,
+    primals: tuple[Any],
+    tangents: tuple[Any],
 ) -> tuple[list[Any], list[Any]]:
     out = _closed_form(jacobian, *primals)
     zeros = [ad.Zero(t.aval) if type(t) is SymbolicZero else t for t in tangents[0]]
@@ -210,7 +222,10 @@ def _closed_form_jvp(
 
 
 def _transpose(
-    cotangents: Sequence[Any], *operands: Any, jacobian: _Jacobian, out_avals: Any
+    cotangents: Sequence[Any],
+    *operands: Any,
+    jacobian: _Jacobian,
+    out_avals: Any,
 ) -> list[Any]:
     kept, linear = jacobian.split(operands)
     transposed = dataclasses.replace(jacobian, transposed=not jacobian.transposed)
@@ -220,7 +235,11 @@ def _transpose(
 
 
 def _batch(
-    operands: Sequence[Any], axes: Sequence[Any], *, jacobian: _Jacobian, out_avals: Any
+    operands: Sequence[Any],
+    axes: Sequence[Any],
+    *,
+    jacobian: _Jacobian,
+    out_avals: Any,
 ) -> tuple[Sequence[Any], list[int]]:
     """One more vmap around the map: over every linear operand, and over what is kept where it has the axis."""
     size = next(x.shape[axis] for x, axis in zip(operands, axes) if axis is not None)

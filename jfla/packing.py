@@ -12,7 +12,8 @@ from jfla.types import CHUNK
 
 
 def segment_ids_from_cu_seqlens(
-    cu_seqlens: Integer[Array, " S_plus_1"], total: int
+    cu_seqlens: Integer[Array, " S_plus_1"],
+    total: int,
 ) -> Int[Array, "1 total"]:
     """Segment ids of sequences packed one behind the other, from FlashAttention's cumulative lengths.
 
@@ -102,7 +103,8 @@ def align(segment_ids: Int[Array, "B T"], num_segments: int, chunk: int = CHUNK)
 
 
 def take_rows(
-    x: Shaped[Array, "B T *rest"], index: Int[Array, "B T_new"]
+    x: Shaped[Array, "B T *rest"],
+    index: Int[Array, "B T_new"],
 ) -> Shaped[Array, "B T_new *rest"]:
     """x[b, index[b, t]], and 0 where the index is out of range."""
     return jnp.take_along_axis(
@@ -118,7 +120,8 @@ FEW_SLOTS = 8  # more states than this are indexed: selecting one of 16 takes tw
 
 
 def read_slot(
-    states: Shaped[Array, "B S *state"], slot: Int[Array, " B"]
+    states: Shaped[Array, "B S *state"],
+    slot: Int[Array, " B"],
 ) -> Shaped[Array, "B *state"]:
     """states[b, slot[b]]."""
     if states.shape[1] <= FEW_SLOTS:
@@ -138,7 +141,8 @@ def write_slot(
 
 
 def _is_slot(
-    states: Shaped[Array, "B S *state"], slot: Int[Array, " B"]
+    states: Shaped[Array, "B S *state"],
+    slot: Int[Array, " B"],
 ) -> Bool[Array, "B S *ones"]:
     here = jnp.arange(states.shape[1])[None] == slot[:, None]
     return here.reshape(here.shape + (1,) * (states.ndim - 2))

@@ -62,7 +62,8 @@ def canonicalize(inputs: Inputs, options: Options) -> TokenInputs:
 
 
 def without_padding(
-    x: Shaped[Array, "B T *rest"], segment_ids: Int[Array, "B T"] | None
+    x: Shaped[Array, "B T *rest"],
+    segment_ids: Int[Array, "B T"] | None,
 ) -> Shaped[Array, "B T *rest"]:
     """x with 0 on padding, whatever was there, and no cotangent to it."""
     if segment_ids is None:

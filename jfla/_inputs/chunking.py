@@ -22,7 +22,8 @@ class ChunkInputs(NamedTuple):
 
 
 def prepare_chunks(
-    inputs: Inputs, options: Options
+    inputs: Inputs,
+    options: Options,
 ) -> tuple[ChunkInputs, Float[Array, "B S HV K V"]]:
     """The call's chunks, and the states that the first chunks read."""
     tokens = canonicalize(inputs, options)
@@ -37,7 +38,9 @@ def prepare_chunks(
 
 
 def from_chunks(
-    output: Float[Array, "N B HV C V"], inputs: Inputs, options: Options
+    output: Float[Array, "N B HV C V"],
+    inputs: Inputs,
+    options: Options,
 ) -> Float[Array, "B T HV V"]:
     """[B, T, HV, V] in the dtype of v. Linear, so its transpose takes the cotangent to chunks."""
     output = to_tokens(output)

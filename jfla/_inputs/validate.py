@@ -102,7 +102,10 @@ def validate(
 
 
 def validate_recurrent(
-    op: Op, *arrays: Array, return_states: bool, **arguments: Any
+    op: Op,
+    *arrays: Array,
+    return_states: bool,
+    **arguments: Any,
 ) -> tuple[Inputs, Options]:
     """`validate` for the ops that go token by token, which can also return the state after every token."""
     _check_static({"return_states": return_states})
@@ -195,7 +198,10 @@ def _check_dtype(name: str, x: Array) -> None:
 
 
 def _check_shapes(
-    op: Op, arrays: dict[str, Array], num_segments: int | None, return_final_state: bool
+    op: Op,
+    arrays: dict[str, Array],
+    num_segments: int | None,
+    return_final_state: bool,
 ) -> None:
     for name, axes in (("q", "[B, T, H, K]"), ("v", "[B, T, HV, V]")):
         shape = arrays[name].shape
@@ -214,7 +220,10 @@ def _check_shapes(
 
 
 def _array_rules(
-    op: Op, arrays: dict[str, Array], num_segments: int | None, return_final_state: bool
+    op: Op,
+    arrays: dict[str, Array],
+    num_segments: int | None,
+    return_final_state: bool,
 ) -> Iterator[tuple[str, tuple[int, ...], str]]:
     """(argument, shape it must have, that shape in letters), in the order in which they are checked."""
     (batch, time, heads, key_dim), (value_heads, value_dim) = (

@@ -78,7 +78,8 @@ def to_kernel_state(state: State | None) -> Float[Array, "B HV 1 V K"] | None:
 
 
 def kernel_cotangent(
-    do: Float[Array, "B T HV V"], inputs: Inputs
+    do: Float[Array, "B T HV V"],
+    inputs: Inputs,
 ) -> Float[Array, "B T_whole HV V"]:
     """The cotangent of the output like v: whole chunks, bf16, 0 on padding."""
     return _pad_and_mask(do, BF16, inputs)
@@ -122,7 +123,11 @@ def qk_options(inputs: Inputs, options: Options) -> QkOptions:
 
 
 def cotangents(
-    inputs: Inputs, options: Options, grads: KernelGrads, dv: Array, d_initial: Array | None
+    inputs: Inputs,
+    options: Options,
+    grads: KernelGrads,
+    dv: Array,
+    d_initial: Array | None,
 ) -> Inputs:
     """From what the kernels leave, per value head and in whole chunks, to the cotangents of the caller's arrays.
 

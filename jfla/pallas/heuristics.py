@@ -63,7 +63,10 @@ def dims_of(inputs: Inputs) -> Dims:
 
 
 def schedule(
-    op: Op, dims: Dims, num_sms: int = HOPPER_SMS, smem_bytes: int = HOPPER_SMEM_BYTES
+    op: Op,
+    dims: Dims,
+    num_sms: int = HOPPER_SMS,
+    smem_bytes: int = HOPPER_SMEM_BYTES,
 ) -> Schedule:
     """The schedule of a chunked call."""
     overlap_v_block, overlap_ctas = overlap_schedule(op, dims, num_sms)

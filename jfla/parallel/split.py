@@ -41,7 +41,8 @@ class _Described(NamedTuple):
 
 
 def split_by(
-    operand_dims: tuple[Any, ...], result_dims: Any
+    operand_dims: tuple[Any, ...],
+    result_dims: Any,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorates a function of pytrees of arrays: where they are sharded over B or heads, each device runs its part.
 
@@ -66,7 +67,9 @@ def split_by(
 
 
 def _splittable(
-    function: Callable[..., Any], operand_dims: tuple[Any, ...], result_dims: Any
+    function: Callable[..., Any],
+    operand_dims: tuple[Any, ...],
+    result_dims: Any,
 ) -> Callable[..., Any]:
     """The function as one that the partitioner asks how to split; under `vmap` the function itself."""
 
@@ -184,7 +187,9 @@ def _sharding_rule(operands: _Described, results: _Described) -> dict[str, Any]:
 
 
 def _partition(
-    function: Callable[..., Any], operands: _Described, results: _Described
+    function: Callable[..., Any],
+    operands: _Described,
+    results: _Described,
 ) -> Callable[..., Any]:
     """The compiler's callback: how operands and results are laid out, and what each device runs."""
 

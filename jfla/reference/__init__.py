@@ -72,7 +72,12 @@ def recurrent_gdn(
 
 
 def chunk_kda(
-    q: Array, k: Array, v: Array, g: Array, beta: Array, **arguments: Any
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array,
+    beta: Array,
+    **arguments: Any,
 ) -> DeltaRuleOutput:
     """Kimi Delta Attention in chunks, without a derivative rule of its own.
 
@@ -93,7 +98,12 @@ def chunk_kda(
 
 
 def chunk_gdn(
-    q: Array, k: Array, v: Array, g: Array, beta: Array, **arguments: Any
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array,
+    beta: Array,
+    **arguments: Any,
 ) -> DeltaRuleOutput:
     """Gated DeltaNet in chunks, without a derivative rule of its own.
 

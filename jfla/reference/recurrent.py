@@ -37,7 +37,8 @@ def step(
 
 
 def scan(
-    tokens: TokenInputs, every_state: bool = False
+    tokens: TokenInputs,
+    every_state: bool = False,
 ) -> tuple[Float[Array, "B T HV V"], Float[Array, "B S_or_T HV K V"]]:
     """The recurrence over time. `tokens.state` holds one state per slot; each token reads and writes its own slot.
 

@@ -41,7 +41,11 @@ class DstatesAndValues(NamedTuple):
 
 
 def dstate_scan(
-    x: ChunkInputs, d_final: Carried, qk: DecayedQK, pairs: Pairs, do: Values
+    x: ChunkInputs,
+    d_final: Carried,
+    qk: DecayedQK,
+    pairs: Pairs,
+    do: Values,
 ) -> DstatesAndValues:
     """Chunks in reverse. Needs no forward state."""
 

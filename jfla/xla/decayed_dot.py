@@ -16,7 +16,8 @@ from jfla.xla.triangular import halves, halving_sizes, join, join_diagonal, off_
 
 
 def rowwise_dot(
-    a: Float[Array, "*#batch D"], b: Float[Array, "*#batch D"]
+    a: Float[Array, "*#batch D"],
+    b: Float[Array, "*#batch D"],
 ) -> Float[Array, "*#batch"]:
     """Over the last axis, as a matmul: a reduction takes a CPU more than twice as long."""
     return (a * b) @ jnp.ones(a.shape[-1], a.dtype)
@@ -92,7 +93,10 @@ def _per_channel(rows: Array, k: Array, g: Array) -> Array:
 
 
 def _per_channel_adjoint(
-    rows: Array, k: Array, g: Array, d_dot: Array
+    rows: Array,
+    k: Array,
+    g: Array,
+    d_dot: Array,
 ) -> tuple[Array, Array, Array]:
     diagonal = jnp.diagonal(d_dot, axis1=-2, axis2=-1)[..., None]
     drows = diagonal * k[..., None, :, :]
@@ -112,7 +116,10 @@ def _per_channel_adjoint(
 
 
 def _through_boundary(
-    rows: Array, k: Array, g: Array, size: int
+    rows: Array,
+    k: Array,
+    g: Array,
+    size: int,
 ) -> tuple[Array, Array, tuple[Array, Array]]:
     """k of the early and rows of the late halves, decayed to the boundary between them, and these decays."""
     g_early, g_late = halves(g, size)

@@ -85,7 +85,10 @@ def outputs(qk: DecayedQK, pairs: Pairs, states: States, v_new: Values) -> Value
 
 
 def output_scan(
-    x: ChunkInputs, initial: Carried, pairs: Pairs, chunk_at_a_time: bool
+    x: ChunkInputs,
+    initial: Carried,
+    pairs: Pairs,
+    chunk_at_a_time: bool,
 ) -> tuple[Values, Carried]:
     """The output and the states at the end."""
 
@@ -106,7 +109,11 @@ def intra_over_chunks(x: ChunkInputs, scalar_gate: bool, chunk_at_a_time: bool) 
 
 
 def over_chunks(
-    stages: Callable, carry: Any, xs: Any, chunk_at_a_time: bool, reverse: bool = False
+    stages: Callable,
+    carry: Any,
+    xs: Any,
+    chunk_at_a_time: bool,
+    reverse: bool = False,
 ) -> tuple[Any, Any]:
     """(carry, ys) of `stages` on all chunks at once, or on one after the other, from state to state."""
     if not chunk_at_a_time:
@@ -125,7 +132,9 @@ def read_state(states: Carried, slot: Int[Array, " B"] | None) -> Float[Array, "
 
 
 def write_state(
-    states: Carried, slot: Int[Array, " B"] | None, state: Float[Array, "B HV K V"]
+    states: Carried,
+    slot: Int[Array, " B"] | None,
+    state: Float[Array, "B HV K V"],
 ) -> Carried:
     """The states with the one that a chunk ends with."""
     return state[:, None] if slot is None else write_slot(states, slot, state)

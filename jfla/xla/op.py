@@ -30,7 +30,9 @@ def _all_at_once(stages: Callable, *args: Any) -> Any:
 
 
 def forward(
-    inputs: Inputs, options: Options, run: Callable = _by_platform
+    inputs: Inputs,
+    options: Options,
+    run: Callable = _by_platform,
 ) -> tuple[DeltaRuleOutput, Pairs]:
     """The output, and a_qk and the inverse [N, B, HV, C, C]. `run` says whether chunks go one at a time."""
     with jax.named_scope("jfla_chunk_forward"), jax.default_matmul_precision("highest"):
@@ -45,7 +47,10 @@ def forward(
 
 
 def backward_of(
-    inputs: Inputs, options: Options, pairs: Pairs, d_output: DeltaRuleOutput
+    inputs: Inputs,
+    options: Options,
+    pairs: Pairs,
+    d_output: DeltaRuleOutput,
 ) -> Inputs:
     """Cotangents of the inputs."""
 

@@ -46,7 +46,10 @@ def _inverse_norms(x: Float[Array, "B T H K"], value_heads: int) -> Float[Array,
 
 
 def output_scan(
-    inputs: Inputs, options: Options, qk: QK, pairs: IntraChunk
+    inputs: Inputs,
+    options: Options,
+    qk: QK,
+    pairs: IntraChunk,
 ) -> tuple[Float[Array, "B T HV V"], Float[Array, "B HV K V"]]:
     """The output and the final state."""
     x, initial = _folded_chunks(inputs, options)

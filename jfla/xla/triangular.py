@@ -18,7 +18,8 @@ def halves(x: Float[Array, "*batch C D"], size: int) -> tuple[Array, Array]:
 
 
 def join(
-    early: Float[Array, "*batch M s D"], late: Float[Array, "*batch M s D"]
+    early: Float[Array, "*batch M s D"],
+    late: Float[Array, "*batch M s D"],
 ) -> Float[Array, "*batch C D"]:
     """The way back from `halves`."""
     x = jnp.stack([early, late], axis=-3)
@@ -33,7 +34,8 @@ def off_diagonal(x: Float[Array, "*batch C C"], size: int) -> Float[Array, "*bat
 
 
 def join_diagonal(
-    blocks: Float[Array, "*batch M2 s s"], squares: Float[Array, "*batch M s s"]
+    blocks: Float[Array, "*batch M2 s s"],
+    squares: Float[Array, "*batch M s s"],
 ) -> Float[Array, "*batch M s2 s2"]:
     """Diagonal blocks of 2s tokens from those of s tokens and the squares below them; 0 above."""
     zeros = jnp.zeros_like(squares)

@@ -49,7 +49,11 @@ def block_of(line: Reg, log2_size: Index) -> Reg:
 
 
 def paired_blocks(
-    paired: Index, log2_size: Index, size: int, line_smem: Smem = None, zero: Index = 0
+    paired: Index,
+    log2_size: Index,
+    size: int,
+    line_smem: Smem = None,
+    zero: Index = 0,
 ) -> Reg:
     """[size, size]: rows and columns in one block of 2^log2_size (`paired` 0), or in the two halves of a pair (1).
 

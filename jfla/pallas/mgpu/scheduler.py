@@ -62,7 +62,11 @@ class TileScheduler(NamedTuple):
         return lax.div(remaining + (self.grid_stride - 1), jnp.int32(self.grid_stride))
 
     def for_each_tile(
-        self, body: Callable[[WorkTile], None], cta: Index, wg: Index, zero_gmem: Gmem
+        self,
+        body: Callable[[WorkTile], None],
+        cta: Index,
+        wg: Index,
+        zero_gmem: Gmem,
     ) -> Index:
         """Runs `body` on every tile of a warpgroup and returns the index of its last one."""
         first = self._first_index(cta, wg)

@@ -86,7 +86,11 @@ def query_dtype(inputs: Inputs) -> Any:
 
 
 def forward(
-    inputs: Inputs, options: Options, schedule: Schedule, *, for_backward: bool = False
+    inputs: Inputs,
+    options: Options,
+    schedule: Schedule,
+    *,
+    for_backward: bool = False,
 ) -> tuple[DeltaRuleOutput, Residuals]:
     """The output, and what the backward needs beside the inputs."""
     x = kernel_arrays(inputs, options)

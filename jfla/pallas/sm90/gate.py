@@ -35,7 +35,9 @@ def gate_kind(gate: Gate | None) -> GateKind:
 
 
 def gate_parameters(
-    gate: Gate | None, heads: int, gate_dim: int
+    gate: Gate | None,
+    heads: int,
+    gate_dim: int,
 ) -> tuple[jax.Array | None, jax.Array | None]:
     """(rates [HV, 2], dt_bias [HV, G]): a_log and exp(a_log), capped where the decay is 0 anyway."""
     if gate is None:

@@ -24,7 +24,11 @@ def intra(inputs: Inputs, options: Options, plan: Schedule | None = None) -> tup
 
 
 def output_scan(
-    inputs: Inputs, options: Options, qk: QK, pairs: IntraChunk, plan: Schedule | None = None
+    inputs: Inputs,
+    options: Options,
+    qk: QK,
+    pairs: IntraChunk,
+    plan: Schedule | None = None,
 ) -> tuple[Float[Array, "B T HV V"], Float[Array, "B HV K V"]]:
     """The output and the final state."""
     x = kernel_arrays(inputs, options)
@@ -52,7 +56,10 @@ def backward_scans(
 
 
 def chunk_grads(
-    inputs: Inputs, options: Options, scans: ScanResults, plan: Schedule | None = None
+    inputs: Inputs,
+    options: Options,
+    scans: ScanResults,
+    plan: Schedule | None = None,
 ) -> ChunkGrads:
     """The gradients of every chunk in float32, for q and k as the caller passed them.
 

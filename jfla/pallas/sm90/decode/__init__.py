@@ -48,7 +48,10 @@ class DecodePlan:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
 def _decode(
-    inputs: Inputs, options: Options, definition: Definition, plan: DecodePlan
+    inputs: Inputs,
+    options: Options,
+    definition: Definition,
+    plan: DecodePlan,
 ) -> DeltaRuleOutput:
     """The recurrent op by the kernel; its derivatives, in any mode, are those of `definition`."""
 

@@ -204,7 +204,11 @@ def _load_row_vector(ctx: DecodeWarpgroup, vector_smem: Smem) -> Reg:
 
 
 def launch_decode(
-    inputs: Inputs, options: Options, v_block: int, state: Gmem, in_place: bool
+    inputs: Inputs,
+    options: Options,
+    v_block: int,
+    state: Gmem,
+    in_place: bool,
 ) -> DecodeOutputs:
     """Launches the kernel on all blocks of all states.
 
@@ -219,7 +223,10 @@ def launch_decode(
     new_states = options.return_final_state and not in_place
 
     def body(
-        gmem: DecodeOperands, outputs_gmem: DecodeOutputs, smem: SharedStorage, _barriers: tuple
+        gmem: DecodeOperands,
+        outputs_gmem: DecodeOutputs,
+        smem: SharedStorage,
+        _barriers: tuple,
     ) -> None:
         states_gmem = gmem.state if in_place else outputs_gmem.states
         block = spec.state_block(lax.axis_index("cta"))

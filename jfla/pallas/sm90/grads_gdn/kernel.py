@@ -200,7 +200,10 @@ def grads_gdn(
 
 
 def result_shapes(
-    shape: tuple[int, int, int, int], n_chunks: int, options: QkOptions, dtype: DTypeLike
+    shape: tuple[int, int, int, int],
+    n_chunks: int,
+    options: QkOptions,
+    dtype: DTypeLike,
 ) -> KernelGrads:
     """On the host: what `grads_gdn` returns, without values, for `shape` [B, T, HV, K] of dq.
 

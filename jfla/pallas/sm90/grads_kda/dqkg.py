@@ -141,7 +141,11 @@ def _multiply_states_in_place(ctx: GradsKdaWarpgroup) -> list[Smem]:
 
 
 def _grads_from_start(
-    ctx: GradsKdaWarpgroup, from_start: Reg, fast: Reg, dq: Reg, dk: Reg
+    ctx: GradsKdaWarpgroup,
+    from_start: Reg,
+    fast: Reg,
+    dq: Reg,
+    dk: Reg,
 ) -> Grads:
     """dq, dk and z = x dx of what decays by the sums `from_start`; dq, dk are do S^T, dv S^T.
 

@@ -38,7 +38,10 @@ from jfla.types import CHUNK
 
 
 def grads_kda(
-    gmem: QkgOperands, scans: ScanResults, options: QkOptions, out_dtype: DTypeLike
+    gmem: QkgOperands,
+    scans: ScanResults,
+    options: QkOptions,
+    out_dtype: DTypeLike,
 ) -> KernelGrads:
     """On the host: launches the kernel.
 
@@ -55,7 +58,10 @@ def grads_kda(
     gmem, scans = _with_v_blocks_as_heads(gmem, scans, v_blocks)
 
     def body(
-        gmem: GradsKdaOperands, grads: KernelGrads, smem: SharedStorage, barriers: Barriers
+        gmem: GradsKdaOperands,
+        grads: KernelGrads,
+        smem: SharedStorage,
+        barriers: Barriers,
     ) -> None:
         wg = lax.axis_index("wg")
         k_block_index = lax.axis_index("channels")
@@ -108,7 +114,10 @@ def _sum_v_blocks(grads: KernelGrads, heads: int, v_blocks: int) -> KernelGrads:
 
 
 def _grad_shapes(
-    scans: ScanResults, key_dim: int, n_chunks: int, out_dtype: DTypeLike
+    scans: ScanResults,
+    key_dim: int,
+    n_chunks: int,
+    out_dtype: DTypeLike,
 ) -> KernelGrads:
     """On the host: a `jax.ShapeDtypeStruct` for each; blocks of V are heads already."""
     batch, time, heads, _ = scans.v_new.shape
@@ -122,7 +131,9 @@ def _grad_shapes(
 
 
 def _with_v_blocks_as_heads(
-    gmem: QkgOperands, scans: ScanResults, v_blocks: int
+    gmem: QkgOperands,
+    scans: ScanResults,
+    v_blocks: int,
 ) -> tuple[QkgOperands, ScanResults]:
     """On the host: every block of V is a value head of its own.
 

@@ -91,7 +91,11 @@ class SharedStorage(NamedTuple):
 
     @classmethod
     def specs(
-        cls, gmem: QkgOperands, options: QkOptions, num_tiles: int, num_v_tiles: int
+        cls,
+        gmem: QkgOperands,
+        options: QkOptions,
+        num_tiles: int,
+        num_v_tiles: int,
     ) -> "SharedStorage":
         """On the host: what a CTA asks for."""
 
@@ -135,7 +139,11 @@ class Barriers(NamedTuple):
 
     @classmethod
     def specs(
-        cls, gmem: QkgOperands, options: QkOptions, num_tiles: int, num_v_tiles: int
+        cls,
+        gmem: QkgOperands,
+        options: QkOptions,
+        num_tiles: int,
+        num_v_tiles: int,
     ) -> "Barriers":
         """On the host: arrivals are copies that a phase waits for, or warpgroups that meet."""
         has_bias = not options.no_gate

@@ -46,7 +46,11 @@ WarpgroupAt = Callable[[WorkTile], IntraKdaWarpgroup]
 
 
 def intra_kda(
-    gmem: QkgOperands, beta: Gmem, value_heads: int, options: QkOptions, num_ctas: int
+    gmem: QkgOperands,
+    beta: Gmem,
+    value_heads: int,
+    options: QkOptions,
+    num_ctas: int,
 ) -> PendingResults:
     """On the host: the kernel that makes `IntraResults` of every chunk, not launched yet.
 
@@ -132,7 +136,11 @@ def _intra_shapes(grid: ChunkGrid, key_dim: int, with_intra: bool) -> IntraKdaOu
 
 
 def _run_qk_warpgroup(
-    ctx_at: WarpgroupAt, scheduler: TileScheduler, cta: Index, wg: Index, outputs: IntraKdaOutputs
+    ctx_at: WarpgroupAt,
+    scheduler: TileScheduler,
+    cta: Index,
+    wg: Index,
+    outputs: IntraKdaOutputs,
 ) -> None:
     """Warpgroups 0 and 1: copies ahead, then every chunk of the CTA."""
     first = ctx_at(scheduler.first(cta))
@@ -171,7 +179,10 @@ def _run_qk_warpgroup(
 
 
 def _run_inverse_warpgroup(
-    ctx_at: WarpgroupAt, scheduler: TileScheduler, cta: Index, outputs: IntraKdaOutputs
+    ctx_at: WarpgroupAt,
+    scheduler: TileScheduler,
+    cta: Index,
+    outputs: IntraKdaOutputs,
 ) -> None:
     """IntraKdaWarpgroup 2: every chunk of the CTA."""
     first = ctx_at(scheduler.first(cta))

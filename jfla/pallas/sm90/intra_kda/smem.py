@@ -79,7 +79,11 @@ class SharedStorage(NamedTuple):
 
     @classmethod
     def specs(
-        cls, gmem: QkgOperands, options: QkOptions, num_tiles: int, with_intra: bool
+        cls,
+        gmem: QkgOperands,
+        options: QkOptions,
+        num_tiles: int,
+        with_intra: bool,
     ) -> "SharedStorage":
         """On the host: what a CTA asks for. Without `with_intra` it makes no A matrices."""
 

@@ -307,7 +307,9 @@ def scan_kernel(specs: tuple[ScanSpec, ...], config: ScanConfig, name: str) -> P
 
 
 def _in_gmem(
-    spec: ScanSpec, gmem: GmemOperands, out: ScanOutputs
+    spec: ScanSpec,
+    gmem: GmemOperands,
+    out: ScanOutputs,
 ) -> tuple[GmemOperands, tuple[Gmem, ...], Gmem, Gmem, Index]:
     """`gmem`, `stores`, `checkpoints`, `last` and `chunk_offset` of a ScanCta: of a span, references take results."""
     span = gmem.span

@@ -40,7 +40,9 @@ from jfla.types import CHUNK
 
 
 def _state_operand(
-    state: Reg, tiles: ChunkTiles, store: Store | None = None
+    state: Reg,
+    tiles: ChunkTiles,
+    store: Store | None = None,
 ) -> tuple[Reg | Smem, Callable[[], None]]:
     """(left wgmma operand, deferred store) of the state. The store, if any, is best while the tensor cores work."""
     state16 = state.astype(BF16)
@@ -84,7 +86,10 @@ def _output_step(state: Reg, tiles: ChunkTiles, store: Store) -> Reg:
 
 
 def forward_step(
-    state: Reg, tiles: ChunkTiles, store: Store | None, with_values: bool = True
+    state: Reg,
+    tiles: ChunkTiles,
+    store: Store | None,
+    with_values: bool = True,
 ) -> Reg:
     """One chunk: stores the state before it and v_new, returns the next state.
 
@@ -242,7 +247,9 @@ def num_splits(initial: Any) -> int:
 
 
 def _states_and_values(
-    qk: QK, v: jax.Array, n_chunks: int
+    qk: QK,
+    v: jax.Array,
+    n_chunks: int,
 ) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
     batch, _, heads, value_dim = v.shape
     states = jax.ShapeDtypeStruct((batch, heads, n_chunks, value_dim, qk.key_dim), BF16)
