@@ -227,10 +227,7 @@ def compute_a(ctx: IntraGdnWarpgroup, intra_gmem: IntraChunk) -> None:
 
 
 def intra_of_chunk(
-    ctx: IntraGdnWarpgroup,
-    gmem: IntraGdnInputs,
-    out_gmem: IntraGdnOutputs,
-    ready_flags: ReadyFlags,
+    ctx: IntraGdnWarpgroup, gmem: IntraGdnInputs, out_gmem: IntraGdnOutputs, ready_flags: ReadyFlags
 ) -> None:
     """Everything that a warpgroup does with a chunk."""
     index = ctx.qk.index
@@ -305,10 +302,7 @@ def intra_gdn(
 
 
 def _intra_spec(
-    q_shape: tuple[int, ...],
-    inputs_shape: tuple[int, ...],
-    options: QkOptions,
-    wgs_per_cta: int,
+    q_shape: tuple[int, ...], inputs_shape: tuple[int, ...], options: QkOptions, wgs_per_cta: int
 ) -> IntraGdnSpec:
     batch, heads, n_chunks, num_token_inputs, _ = inputs_shape
     return IntraGdnSpec(
@@ -321,11 +315,7 @@ def _intra_spec(
 
 
 def _warpgroup(
-    spec: IntraGdnSpec,
-    smem: SharedStorage,
-    barriers: Barriers,
-    wg: Index,
-    work: WorkTile,
+    spec: IntraGdnSpec, smem: SharedStorage, barriers: Barriers, wg: Index, work: WorkTile
 ) -> IntraGdnWarpgroup:
     """In the kernel: a warpgroup's view of shared memory and of its chunk."""
     row = wg + work.zero
