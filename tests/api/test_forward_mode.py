@@ -39,7 +39,12 @@ CALLS = [
     Call("gdn", "softplus", segments="states"),
 ]
 GATED = Call("gdn", "softplus", state=True)
-EACH_CALL = pytest.mark.parametrize("call", CALLS, ids=str)
+USUAL = (CALLS[1], CALLS[3])  # the others only with -m slow
+EACH_CALL = pytest.mark.parametrize(
+    "call",
+    [pytest.param(call, marks=[] if call in USUAL else [pytest.mark.slow]) for call in CALLS],
+    ids=str,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -306,7 +311,7 @@ def by_rows(call: Call, run: Callable, check_vma: bool, **specs: PartitionSpec) 
 
 
 @pytest.mark.parametrize("check_vma", [True, False], ids=["check_vma", "no_vma"])
-@pytest.mark.parametrize("call", [GATED, CALLS[1]], ids=str)
+@pytest.mark.parametrize("call", [GATED, pytest.param(CALLS[1], marks=pytest.mark.slow)], ids=str)
 def test_shard_map(call, check_vma):
     """Tangents inside and outside of it, and gradients through it."""
     x = draw(call, batch=4)

@@ -118,8 +118,8 @@ def test_only_chunks_with_too_strong_gates_take_the_other_forms(
 @pytest.mark.parametrize(
     ("name", "least", "most"),
     [
-        ("published", 0.65, 0.75),
-        ("published, spread", 0.35, 0.45),
+        pytest.param("published", 0.65, 0.75, marks=pytest.mark.slow),
+        pytest.param("published, spread", 0.35, 0.45, marks=pytest.mark.slow),
         ("bounded", 1.0, 1.0),
         ("bounded, raw", 0.0, 0.0),
         ("log_sigmoid", 1.0, 1.0),

@@ -24,11 +24,11 @@ from jfla.pallas.mgpu.launch import launch
 from jfla.pallas.sm90.decay_sums import FAST_RANGE
 
 CALLS = [
-    Call("kda", "strong", key_dim=128),
+    pytest.param(Call("kda", "strong", key_dim=128), marks=pytest.mark.slow),
     Call("kda", "raw", time=64, key_dim=128),
     Call("kda", "mixed", segments=4, betas="edge"),
     Call("gdn", "strong", key_dim=128, dtype="float16"),
-    Call("gdn", "raw", segments=4, value_dim=128),
+    pytest.param(Call("gdn", "raw", segments=4, value_dim=128), marks=pytest.mark.slow),
     Call("gdn", "mixed", time=65, betas="edge", repeated_keys=True),
     Call("gdn", "raw", time=70, key_dim=256, value_dim=256),  # in blocks of K and of V
     pytest.param(Call("kda", "raw", time=64, value_dim=256), marks=pytest.mark.slow),
@@ -104,7 +104,7 @@ def test_spans_of_time_one_after_the_other_give_the_same(segments):
     check(call, scheduled("gdn", num_spans=2))
 
 
-@pytest.mark.parametrize("factor", [0.5, 1e3])
+@pytest.mark.parametrize("factor", [1e3, pytest.param(0.5, marks=pytest.mark.slow)])
 def test_causal_to_the_bit(factor):
     """Also where a later token's gate is so strong that its rows, and only they, take the exact form."""
     arrays, _ = inputs(Call("kda", time=64))
@@ -128,6 +128,7 @@ def test_chunks_with_usual_gates_take_the_fast_form(gates):
     assert np.mean(decays > -FAST_RANGE) > 0.99
 
 
+@pytest.mark.slow
 def test_a_chunk_with_one_strong_gate_takes_the_exact_form_and_stays_right():
     call = Call("kda", "weak", time=64, group=1)
     arrays, rest = inputs(call)

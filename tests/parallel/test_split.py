@@ -122,9 +122,9 @@ def assert_equal(got: dict[str, Any], want: dict[str, Any]) -> None:
     ("op", "gates", "segments", "rows", "heads"),
     [
         ("gdn", "raw", 3, "x", None),
-        ("gdn", "raw", 0, None, "y"),
+        pytest.param("gdn", "raw", 0, None, "y", marks=pytest.mark.slow),
         ("kda", "raw", 0, "x", "y"),
-        ("kda", "strong", 3, "x", "y"),
+        pytest.param("kda", "strong", 3, "x", "y", marks=pytest.mark.slow),
     ],
 )
 def test_each_device_has_its_rows_and_heads(standin, op, gates, segments, rows, heads, kind):

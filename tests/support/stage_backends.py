@@ -113,12 +113,11 @@ BACKENDS = {
 
 
 def cases(small: list[Call], others: list[Call]) -> list[Any]:
-    """(backend, call) for `pytest.mark.parametrize`; all calls in float64, elsewhere the others only with -m slow."""
+    """(backend, call) for `pytest.mark.parametrize`; the others only with -m slow."""
     params = []
     for name in BACKENDS:
         for call in [*small, *others]:
-            always = call in small or name == "xla-float64"
-            marks = [] if always else [pytest.mark.slow]
+            marks = [] if call in small else [pytest.mark.slow]
             params.append(pytest.param(name, call, marks=marks, id=f"{name}-{call}"))
     return params
 
