@@ -12,7 +12,7 @@ import jax
 from flax import nnx
 from flax.core.spmd import get_logical_axis_rules
 from jax import Array
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
@@ -21,6 +21,7 @@ from jfla.types import DeltaRuleOutput
 
 BATCH = "batch"
 EMBED = "embed"
+EXPERTS = "experts"
 HEADS = "heads"
 MLP = "mlp"
 VOCAB = "vocab"
@@ -59,14 +60,19 @@ def constrain(x: Array, axes: Axes) -> Array:
 
     Axes without a name, and those whose length the mesh axis does not divide, are replicated.
     """
-    mesh_axes = [_mesh_axis(axis) for axis in axes]
-    if not any(mesh_axes):
+    if not any(_mesh_axis(axis) for axis in axes):
         return x
-    spec = [
-        mesh_axis if length % _size(mesh_axis) == 0 else None
-        for mesh_axis, length in zip(mesh_axes, x.shape)
-    ]
-    return jax.lax.with_sharding_constraint(x, P(*spec))
+    return jax.lax.with_sharding_constraint(x, _spec(axes, x.shape))
+
+
+def placement(axes: Axes, shape: tuple[int, ...]) -> NamedSharding | None:
+    """Where the mesh puts an array with these logical axes; None without a mesh."""
+    mesh = jax.sharding.get_mesh()
+    return None if mesh.empty else NamedSharding(mesh, _spec(axes, shape))
+
+
+def _spec(axes: Axes, shape: tuple[int, ...]) -> P:
+    return P(*(_dividing(_mesh_axis(axis), length) for axis, length in zip(axes, shape)))
 
 
 def refuse_explicit(name: str, x: Array) -> None:

@@ -1,23 +1,33 @@
 """Causal softmax attention with rotary positions and a key-value cache, for hybrid models."""
 
 import dataclasses
-from typing import overload
+from typing import Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import Array
-from jax.core import Tracer
 from jax.typing import DTypeLike
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 
+from jfla.nn.layers.attention_cache import (
+    Positions,
+    Sequence,
+    lengthened,
+    positions,
+    sequence_numbers,
+    stored,
+    visible,
+)
+from jfla.nn.layers.norms import RMSNorm
 from jfla.nn.layers.projections import DTypes, Projection
 from jfla.nn.sharding import EMBED, HEADS, refuse_explicit
 from jfla.types import SegmentIds
 
 Hidden = Float[Array, "B T D"]
 Heads = Float[Array, "B T N D"]
-Positions = Int[Array, "B T"]
+QKNorm = Literal["head", "projection"]
 
 
 @jax.tree_util.register_dataclass
@@ -43,13 +53,35 @@ class AttentionCache:
     length: Int[Array, " B"]
 
 
+class AttentionOptions(TypedDict, total=False):
+    """What `CausalAttention` takes besides its sizes."""
+
+    num_kv_heads: int | None
+    head_dim: int | None
+    rope_theta: float | None
+    rotary_dims: int | None
+    qk_norm: QKNorm | None
+    norm_eps: float
+    zero_centered_norms: bool
+    output_gate: bool
+    dtype: DTypeLike
+    param_dtype: DTypeLike
+
+
 class CausalAttention(nnx.Module):
     """softmax(q k^T / sqrt(D)) v over the earlier tokens of the same sequence and the token itself.
 
-    **Arguments:** `hidden_size`; `num_heads`, which divides it into heads of even length D;
-    `num_kv_heads`, a divisor of `num_heads`, equal to it by default; `rope_theta`, the base of the
-    rotary angles, which turn the two halves of a head against each other; `dtype` of the
-    computation and the cache, `param_dtype` of the parameters.
+    **Arguments:**
+
+    - `hidden_size`; `num_heads` of length `head_dim`, by default what divides `hidden_size` into
+      them; `num_kv_heads`, a divisor of `num_heads`, equal to it by default.
+    - `rope_theta`: the base of the rotary angles, which turn the two halves of a head against each
+      other; None for no positions at all. `rotary_dims`: how many of a head's first channels they
+      turn, an even number; all by default.
+    - `qk_norm`: an RMSNorm (`norm_eps`, `zero_centered_norms`) on queries and keys before they are
+      turned, over each head ("head") or over all heads together ("projection").
+    - `output_gate`: y is multiplied by sigmoid(x W_g), channel by channel, before W_o.
+    - `dtype` of the computation and the cache, `param_dtype` of the parameters.
 
     **Call:** as the delta-rule layers: `layer(x, segment_ids=None, cache=None)` with x `[B, T, D]`
     gives y `[B, T, D]`, and `(y, cache)` with a cache. Memory grows with T^2, and the cache of
@@ -58,7 +90,8 @@ class CausalAttention(nnx.Module):
     **Raises:** `ValueError` for sizes that do not fit, and when a call overruns the cache. Under
     `jit` the length of the cache is unknown: tokens that find no room are then not kept.
 
-    Reference: Vaswani et al. (arXiv:1706.03762); Su et al., RoFormer (arXiv:2104.09864).
+    Reference: Vaswani et al. (arXiv:1706.03762); Su et al., RoFormer (arXiv:2104.09864); Qiu et
+    al., Gated Attention for Large Language Models (arXiv:2505.06708).
 
     >>> import jax, jfla.nn
     >>> from flax import nnx
@@ -72,31 +105,45 @@ class CausalAttention(nnx.Module):
         hidden_size: int,
         num_heads: int,
         *,
-        num_kv_heads: int | None = None,
-        rope_theta: float = 10000.0,
-        dtype: DTypeLike = jnp.float32,
-        param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
+        **options: Unpack[AttentionOptions],
     ):
-        kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        if hidden_size % (2 * num_heads):
-            raise ValueError(f"{hidden_size=} must be {num_heads=} heads of even length")
-        if num_heads % kv_heads:
-            raise ValueError(f"{num_heads=} must be a multiple of num_kv_heads={kv_heads}")
-        head_dim = hidden_size // num_heads
+        dtypes: DTypes = {
+            "dtype": options.get("dtype", jnp.float32),
+            "param_dtype": options.get("param_dtype", jnp.float32),
+        }
+        kv_heads = options.get("num_kv_heads") or num_heads
+        self.rope_theta = options.get("rope_theta", 10000.0)
+        self.dtype = dtypes["dtype"]
+        head_dim = options.get("head_dim") or _head_dim(hidden_size, num_heads)
+        self.rotary_dims = options.get("rotary_dims") or head_dim
+        self._check_sizes(num_heads, kv_heads, head_dim)
+
         hidden = (hidden_size,)
         query = (num_heads, head_dim)
         key = (kv_heads, head_dim)
         inward = (EMBED, HEADS, None)
         outward = (HEADS, None, EMBED)
-        dtypes: DTypes = {"dtype": dtype, "param_dtype": param_dtype}
         self.q_proj = Projection(hidden, query, inward, rngs=rngs, **dtypes)
         self.k_proj = Projection(hidden, key, inward, rngs=rngs, **dtypes)
         self.v_proj = Projection(hidden, key, inward, rngs=rngs, **dtypes)
         self.o_proj = Projection(query, hidden, outward, rngs=rngs, **dtypes)
+        self.g_proj = nnx.data(None)
+        if options.get("output_gate", False):
+            self.g_proj = Projection(hidden, query, inward, rngs=rngs, **dtypes)
+        self.q_norm = _qk_norm(query, options, dtypes, rngs)
+        self.k_norm = _qk_norm(key, options, dtypes, rngs)
         self.kv_shape = key
-        self.rope_theta = rope_theta
-        self.dtype = dtype
+
+    def _check_sizes(self, num_heads: int, kv_heads: int, head_dim: int) -> None:
+        if num_heads % kv_heads:
+            raise ValueError(f"{num_heads=} must be a multiple of num_kv_heads={kv_heads}")
+        if self.rope_theta is None:
+            return
+        if self.rotary_dims % 2 or not 0 < self.rotary_dims <= head_dim:
+            raise ValueError(
+                f"rotary_dims must be even and in 2 .. {head_dim}, got {self.rotary_dims}"
+            )
 
     def init_cache(self, batch: int, max_len: int) -> AttentionCache:
         """Room for `max_len` tokens in each of `batch` rows."""
@@ -122,84 +169,81 @@ class CausalAttention(nnx.Module):
         """The layer, always as (output, cache or None)."""
         refuse_explicit("x", x)
         batch, time = x.shape[:2]
-        first = jnp.zeros(batch, jnp.int32) if cache is None else cache.length
-        position = first[:, None] + jnp.arange(time)[None]
-        q = _rotate(self.q_proj(x), position, self.rope_theta)
-        k = _rotate(self.k_proj(x), position, self.rope_theta)
+        position = positions(cache, batch, time)
+        q = self._placed(self.q_proj(x), self.q_norm, position)
+        k = self._placed(self.k_proj(x), self.k_norm, position)
         v = self.v_proj(x)
         if cache is not None:
-            sequence = _sequence_numbers(cache, segment_ids, batch, time)
+            sequence = sequence_numbers(cache, segment_ids, batch, time)
             cache = _extend(cache, k, v, position, sequence)
             k = cache.key.astype(q.dtype)
             v = cache.value.astype(q.dtype)
-            mask = _mask(sequence, cache.sequence, position)
+            mask = visible(sequence, cache.sequence, position)
             o = jax.nn.dot_product_attention(q, k, v, mask=mask)
         elif segment_ids is not None:
-            mask = _mask(segment_ids, segment_ids, position)
+            mask = visible(segment_ids, segment_ids, position)
             o = jax.nn.dot_product_attention(q, k, v, mask=mask)
         else:
             o = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+        if self.g_proj is not None:
+            o = o * jax.nn.sigmoid(self.g_proj(x))
         return self.o_proj(o), cache
 
-
-def _mask(
-    own: Int[Array, "B T"], others: Int[Array, "B S"], position: Positions
-) -> Bool[Array, "B 1 T S"]:
-    """True where a query sees a key: the same sequence, not later. Padding (0) sees everything."""
-    not_later = jnp.arange(others.shape[1])[None, None] <= position[:, :, None]
-    same_sequence = own[:, :, None] == others[:, None]
-    # A softmax over nothing is not a number.
-    padding = (own == 0)[:, :, None]
-    return ((same_sequence & not_later) | padding)[:, None]
+    def _placed(self, x: Heads, norm: RMSNorm | None, position: Positions) -> Heads:
+        """Queries or keys, normalized and turned as the layer has it."""
+        if norm is not None:
+            x = norm(x)
+        if self.rope_theta is None:
+            return x
+        return _rotate(x, position, self.rope_theta, self.rotary_dims)
 
 
-def _rotate(x: Heads, position: Positions, theta: float) -> Heads:
-    """Turns channel pairs (i, i + D / 2) by position * theta^(-2 i / D), in float32."""
-    half = x.shape[-1] // 2
-    frequency = theta ** (-jnp.arange(half) / half)
+def _head_dim(hidden_size: int, num_heads: int) -> int:
+    if hidden_size % (2 * num_heads):
+        raise ValueError(f"{hidden_size=} must be {num_heads=} heads of even length")
+    return hidden_size // num_heads
+
+
+def _qk_norm(
+    heads: tuple[int, int], options: AttentionOptions, dtypes: DTypes, rngs: nnx.Rngs
+) -> RMSNorm | None:
+    kind = options.get("qk_norm")
+    if kind not in (None, "head", "projection"):
+        raise ValueError(f'qk_norm must be None, "head" or "projection", got {kind!r}')
+    if kind is None:
+        return nnx.data(None)
+    return RMSNorm(
+        heads if kind == "projection" else heads[1:],
+        options.get("norm_eps", 1e-6),
+        zero_centered=options.get("zero_centered_norms", False),
+        axes=(HEADS, None) if kind == "projection" else (None,),
+        rngs=rngs,
+        **dtypes,
+    )
+
+
+def _rotate(x: Heads, position: Positions, theta: float, dims: int) -> Heads:
+    """Turns channel pairs (i, i + n / 2) of the first n = dims by position * theta^(-2 i / n)."""
+    half = dims // 2
+    # In float64: a power rounded in float32 turns far tokens by a wrong angle.
+    frequency = (float(theta) ** (-np.arange(half) / half)).astype(np.float32)
     angle = position[..., None, None] * frequency[None, None, None]
     cos = jnp.cos(angle)
     sin = jnp.sin(angle)
     first = x[..., :half]
-    second = x[..., half:]
+    second = x[..., half:dims]
     turned = [first * cos - second * sin, second * cos + first * sin]
-    return jnp.concatenate(turned, axis=-1).astype(x.dtype)
-
-
-def _sequence_numbers(
-    cache: AttentionCache, segment_ids: SegmentIds | None, batch: int, time: int
-) -> Int[Array, "B T"]:
-    """The sequence number of each of the call's tokens, counted on from the cache; 0 on padding."""
-    if segment_ids is None:
-        segment_ids = jnp.ones((batch, time), jnp.int32)
-    changed = jnp.diff(segment_ids, axis=1, prepend=segment_ids[:, :1]) != 0
-    last_token = jnp.maximum(cache.length - 1, 0)[:, None]
-    latest = jnp.take_along_axis(cache.sequence, last_token, axis=1)
-    number = jnp.maximum(latest, 1) + jnp.cumsum(changed, axis=1)
-    return jnp.where(segment_ids > 0, number, 0)
+    rest = x[..., dims:]
+    return jnp.concatenate([y.astype(x.dtype) for y in turned] + [rest], axis=-1)
 
 
 def _extend(
-    cache: AttentionCache, k: Heads, v: Heads, position: Positions, sequence: Int[Array, "B T"]
+    cache: AttentionCache, k: Heads, v: Heads, position: Positions, sequence: Sequence
 ) -> AttentionCache:
     """The cache with the call's tokens behind its own."""
-    capacity = cache.key.shape[1]
-    length = cache.length + jnp.sum(sequence > 0, axis=1)
-    longest = 0 if isinstance(length, Tracer) else int(length.max())
-    if longest > capacity:
-        raise ValueError(
-            f"the cache must have room for {longest} tokens, its max_len is {capacity}"
-        )
-    rows = jnp.arange(position.shape[0])[:, None]
-    # An index out of range: padding is dropped.
-    target = jnp.where(sequence > 0, position, capacity)
-
-    def stored(buffer: Array, new: Array) -> Array:
-        return buffer.at[rows, target].set(new.astype(buffer.dtype), mode="drop")
-
     return AttentionCache(
-        key=stored(cache.key, k),
-        value=stored(cache.value, v),
-        sequence=stored(cache.sequence, sequence),
-        length=length,
+        key=stored(cache.key, k, position, sequence),
+        value=stored(cache.value, v, position, sequence),
+        sequence=stored(cache.sequence, sequence, position, sequence),
+        length=lengthened(cache, sequence),
     )

@@ -1,7 +1,7 @@
 """DeltaLM: a decoder-only language model of delta-rule layers and, where asked for, attention."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, overload
 
 import jax.numpy as jnp
@@ -9,12 +9,17 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from jfla.nn.layers.attention import AttentionCache, CausalAttention
-from jfla.nn.layers.delta_mixer import DeltaCache, MixerOptions
-from jfla.nn.layers.gdn import GatedDeltaNet
-from jfla.nn.layers.kda import KimiDeltaAttention
-from jfla.nn.layers.norms import rms_norm
-from jfla.nn.layers.projections import DTypes, Projection, SwiGLU
+from jfla.nn.layers.norms import RMSNorm
+from jfla.nn.layers.projections import DTypes, Projection
+from jfla.nn.models.block import Block, LayerCache
+from jfla.nn.models.config import (
+    AttentionSpec,
+    GDNSpec,
+    KDASpec,
+    LayerSpec,
+    MixerSpec,
+    ModelConfig,
+)
 from jfla.nn.models.generate import generate
 from jfla.nn.sharding import BATCH, EMBED, VOCAB, annotated, constrain, refuse_explicit
 from jfla.types import Implementation, SegmentIds
@@ -22,9 +27,7 @@ from jfla.types import Implementation, SegmentIds
 Tokens = Int[Array, "B T"]
 Hidden = Float[Array, "B T D"]
 Logits = Float[Array, "B T vocab"]
-LayerCache = DeltaCache | AttentionCache
 Cache = tuple[LayerCache, ...]
-Mixer = KimiDeltaAttention | GatedDeltaNet | CausalAttention
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,64 +104,47 @@ class DeltaLMConfig:
         """Of the computation and of the parameters."""
         return {"dtype": self.dtype, "param_dtype": self.param_dtype}
 
+    @property
+    def layers(self) -> tuple[LayerSpec, ...]:
+        """The blocks one by one."""
+        assert self.intermediate_size is not None  # filled in above
+        mixers = [self._mixer(layer) for layer in range(self.num_layers)]
+        return tuple(LayerSpec(mixer=mixer, mlp=self.intermediate_size) for mixer in mixers)
 
-def _mixer(config: DeltaLMConfig, layer: int, rngs: nnx.Rngs) -> Mixer:
-    if layer in config.attention_layers:
-        return CausalAttention(
-            config.hidden_size,
-            config.attention_heads or config.num_heads,
-            num_kv_heads=config.attention_kv_heads,
-            rope_theta=config.rope_theta,
-            rngs=rngs,
-            **config.dtypes,
-        )
-    options: MixerOptions = {
-        "num_value_heads": config.num_value_heads,
-        "value_head_dim": config.value_head_dim,
-        "conv_size": config.conv_size,
-        "norm_eps": config.norm_eps,
-        "allow_neg_eigval": config.allow_neg_eigval,
-        "implementation": config.implementation,
-        "dtype": config.dtype,
-        "param_dtype": config.param_dtype,
-    }
-    sizes = (config.hidden_size, config.num_heads, config.head_dim)
-    if config.op == "gdn":
-        return GatedDeltaNet(*sizes, rngs=rngs, **options)
-    return KimiDeltaAttention(
-        *sizes,
-        lower_bound=config.lower_bound,
-        output_gate_bias=config.output_gate_bias,
-        rngs=rngs,
-        **options,
-    )
+    @property
+    def zero_centered_norms(self) -> bool:
+        """Scales are stored as they multiply."""
+        return False
 
-
-class _Block(nnx.Module):
-    """x + mixer(norm(x)), then x + mlp(norm(x))."""
-
-    def __init__(self, config: DeltaLMConfig, layer: int, rngs: nnx.Rngs):
-        assert config.intermediate_size is not None  # the configuration fills it in
-        hidden = config.hidden_size
-        dtypes = config.dtypes
-        self.mixer_norm = rms_norm(hidden, config.norm_eps, rngs=rngs, **dtypes)
-        self.mixer = _mixer(config, layer, rngs)
-        self.mlp_norm = rms_norm(hidden, config.norm_eps, rngs=rngs, **dtypes)
-        self.mlp = SwiGLU(hidden, config.intermediate_size, rngs=rngs, **dtypes)
-
-    def __call__(
-        self, x: Hidden, segment_ids: SegmentIds | None, cache: Any
-    ) -> tuple[Hidden, LayerCache | None]:
-        y, cache = self.mixer.mix(self.mixer_norm(x), segment_ids, cache)
-        x = constrain(x + y, (BATCH, None, None))
-        y = self.mlp(self.mlp_norm(x))
-        return constrain(x + y, (BATCH, None, None)), cache
+    def _mixer(self, layer: int) -> MixerSpec:
+        if layer in self.attention_layers:
+            return AttentionSpec(
+                num_heads=self.attention_heads or self.num_heads,
+                num_kv_heads=self.attention_kv_heads,
+                rope_theta=self.rope_theta,
+            )
+        shared: dict[str, Any] = {
+            "num_heads": self.num_heads,
+            "head_dim": self.head_dim,
+            "num_value_heads": self.num_value_heads,
+            "value_head_dim": self.value_head_dim,
+            "conv_size": self.conv_size,
+            "norm_eps": self.norm_eps,
+            "allow_neg_eigval": self.allow_neg_eigval,
+        }
+        if self.op == "gdn":
+            return GDNSpec(**shared)
+        bias = self.output_gate_bias
+        return KDASpec(**shared, lower_bound=self.lower_bound, output_gate_bias=bias)
 
 
 class DeltaLM(nnx.Module):
-    """Embedding, pre-norm blocks of a delta-rule layer (or attention) and a SwiGLU, RMSNorm, head.
+    """Embedding, blocks of a delta-rule layer (or attention) and an MLP, RMSNorm, head.
 
         x <- x + mixer(RMSNorm(x));   x <- x + mlp(RMSNorm(x));   logits = RMSNorm(x) W
+
+    `config` is a `DeltaLMConfig`, or a `ModelConfig` that describes every layer by itself:
+    published models, by `load_hf` and `from_config`, are also this.
 
     **Call:** `model(tokens, segment_ids=None, cache=None)` with tokens `[B, T]` gives float32
     logits `[B, T, vocab_size]`; with a cache from `init_cache` (or from the call before) it gives
@@ -187,7 +173,7 @@ class DeltaLM(nnx.Module):
     (1, 3, 16) (1, 4)
     """
 
-    def __init__(self, config: DeltaLMConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: DeltaLMConfig | ModelConfig, *, rngs: nnx.Rngs):
         self.config = config
         # Looked up in the dtype of the parameters: gradients of a row that many tokens share are
         # added up in that.
@@ -198,9 +184,29 @@ class DeltaLM(nnx.Module):
             rngs=rngs,
             param_dtype=config.param_dtype,
         )
-        blocks = [_Block(config, layer, rngs) for layer in range(config.num_layers)]
+        norms: Any = {
+            "norm_eps": config.norm_eps,
+            "zero_centered_norms": config.zero_centered_norms,
+        }
+        blocks = []
+        for spec in config.layers:
+            block = Block(
+                config.hidden_size,
+                spec,
+                implementation=config.implementation,
+                rngs=rngs,
+                dtypes=config.dtypes,
+                **norms,
+            )
+            blocks.append(block)
         self.blocks = nnx.List(blocks)
-        self.norm = rms_norm(config.hidden_size, config.norm_eps, rngs=rngs, **config.dtypes)
+        self.norm = RMSNorm(
+            (config.hidden_size,),
+            config.norm_eps,
+            zero_centered=config.zero_centered_norms,
+            rngs=rngs,
+            **config.dtypes,
+        )
         self.head = nnx.data(None)
         if not config.tie_embeddings:
             hidden = (config.hidden_size,)
@@ -224,25 +230,38 @@ class DeltaLM(nnx.Module):
         self, tokens: Tokens, segment_ids: SegmentIds | None = None, cache: Cache | None = None
     ) -> tuple[Hidden, Cache | None]:
         """What the head reads, and the cache (None without one)."""
-        refuse_explicit("tokens", tokens)
-        x = self.embed(tokens).astype(self.config.dtype)
-        x = constrain(x, (BATCH, None, None))
+        x = self._embedded(tokens)
         if cache is None:
-            return self._without_cache(x, segment_ids), None
+            *_, x = [x, *self._without_cache(x, segment_ids)]
+            return self.norm(x), None
         new_cache = []
         for block, layer_cache in zip(self.blocks, cache, strict=True):
             x, layer_cache = block(x, segment_ids, layer_cache)
             new_cache.append(layer_cache)
         return self.norm(x), tuple(new_cache)
 
-    def _without_cache(self, x: Hidden, segment_ids: SegmentIds | None) -> Hidden:
+    def hidden_states(
+        self, tokens: Tokens, segment_ids: SegmentIds | None = None
+    ) -> list[Float[Array, "B T D"]]:
+        """The embeddings, what leaves each block, and what the head reads: num_layers + 2 arrays."""
+        x = self._embedded(tokens)
+        states = [x, *self._without_cache(x, segment_ids)]
+        return [*states, self.norm(states[-1])]
+
+    def _embedded(self, tokens: Tokens) -> Hidden:
+        refuse_explicit("tokens", tokens)
+        x = self.embed(tokens).astype(self.config.dtype)
+        return constrain(x, (BATCH, None, None))
+
+    def _without_cache(self, x: Hidden, segment_ids: SegmentIds | None) -> Iterator[Hidden]:
+        """What leaves each block."""
         remat = self.config.remat
-        apply = _Block.__call__
+        apply = Block.__call__
         if remat is not False:
             apply = nnx.remat(apply, policy=None if remat is True else remat)
         for block in self.blocks:
             x, _ = apply(block, x, segment_ids, None)
-        return self.norm(x)
+            yield x
 
     def logits(self, x: Hidden) -> Logits:
         """The head: logits in float32."""
@@ -253,13 +272,7 @@ class DeltaLM(nnx.Module):
 
     def init_cache(self, batch: int, max_len: int) -> Cache:
         """One cache per layer. Only attention layers take up room for `max_len` tokens."""
-
-        def empty(mixer: Mixer) -> LayerCache:
-            if isinstance(mixer, CausalAttention):
-                return mixer.init_cache(batch, max_len)
-            return mixer.init_cache(batch)
-
-        return tuple(empty(block.mixer) for block in self.blocks)
+        return tuple(block.init_cache(batch, max_len) for block in self.blocks)
 
     def generate(
         self,

@@ -1,15 +1,13 @@
 """Configurations of Flash Linear Attention's language models as those of a `DeltaLM`, and back."""
 
-import json
-import pathlib
 from typing import Any, Literal
 
 import jax.numpy as jnp
 
 from jfla.nn.models.delta_lm import DeltaLMConfig
-from jfla.nn.weights.safetensors_io import Path
+from jfla.nn.weights.safetensors_io import Path, config_file, read_json
 
-_MODEL_TYPES: dict[Literal["kda", "gdn"], str] = {
+FLA_MODEL_TYPES: dict[Literal["kda", "gdn"], str] = {
     "kda": "kda",
     "gdn": "gated_deltanet",
 }
@@ -46,10 +44,12 @@ def fla_config(path: Path) -> DeltaLMConfig:
     >>> print(config.op, config.value_head_dim)
     gdn 32
     """
-    folder = pathlib.Path(path)
-    if not folder.is_dir():
-        folder = folder.parent
-    settings = json.loads((folder / "config.json").read_text())
+    file = config_file(path)
+    return read_fla(read_json(file), file.parent)
+
+
+def read_fla(settings: dict[str, Any], folder: Path) -> DeltaLMConfig:
+    """The configuration that the settings found in `folder` describe."""
     op = _op(settings, folder)
     attention = settings.get("attn") or {}
     _check_fixed(settings, attention, folder)
@@ -83,16 +83,16 @@ def fla_config(path: Path) -> DeltaLMConfig:
     )
 
 
-def _op(settings: dict[str, Any], folder: pathlib.Path) -> Literal["kda", "gdn"]:
+def _op(settings: dict[str, Any], folder: Path) -> Literal["kda", "gdn"]:
     model_type = settings.get("model_type")
-    for op, known in _MODEL_TYPES.items():
+    for op, known in FLA_MODEL_TYPES.items():
         if model_type == known:
             return op
-    known = ", ".join(_MODEL_TYPES.values())
+    known = ", ".join(FLA_MODEL_TYPES.values())
     raise ValueError(f"model_type must be one of {known}, got {model_type!r} in {folder}")
 
 
-def _check_fixed(settings: dict[str, Any], attention: dict[str, Any], folder: pathlib.Path) -> None:
+def _check_fixed(settings: dict[str, Any], attention: dict[str, Any], folder: Path) -> None:
     flat = settings | {f"attn.{name}": value for name, value in attention.items()}
     unknown = []
     for name, taken in _FIXED.items():
@@ -108,7 +108,7 @@ def to_fla(config: DeltaLMConfig) -> dict[str, Any]:
     """What `config.json` says of a `DeltaLM`: the inverse of `fla_config`."""
     settings: dict[str, Any] = {
         "architectures": [_ARCHITECTURES[config.op]],
-        "model_type": _MODEL_TYPES[config.op],
+        "model_type": FLA_MODEL_TYPES[config.op],
         "dtype": jnp.dtype(config.param_dtype).name,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,

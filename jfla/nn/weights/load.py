@@ -1,4 +1,4 @@
-"""Published weights into and out of layers and models."""
+"""Published weights into layers, and layers and models into Flash Linear Attention's format."""
 
 import json
 import pathlib
@@ -10,10 +10,11 @@ from flax import nnx
 from jfla.nn.layers.gdn import GatedDeltaNet
 from jfla.nn.layers.kda import KimiDeltaAttention
 from jfla.nn.models.delta_lm import DeltaLM, DeltaLMConfig
-from jfla.nn.weights.fla_config import fla_config, to_fla
-from jfla.nn.weights.name_maps import FAMILIES, Family, TensorTable, fla_model
+from jfla.nn.weights.fill import collect, fill
+from jfla.nn.weights.fla_config import to_fla
+from jfla.nn.weights.name_maps import FAMILIES, Family, fla_model
 from jfla.nn.weights.safetensors_io import Checkpoint, Path, import_safetensors, open_checkpoint
-from jfla.nn.weights.torch_layouts import collect, fill
+from jfla.nn.weights.torch_layouts import TensorTable
 
 
 def load_mixer[Mixer: (KimiDeltaAttention, GatedDeltaNet)](
@@ -62,36 +63,6 @@ def load_mixer[Mixer: (KimiDeltaAttention, GatedDeltaNet)](
     return mixer
 
 
-def load_hf(path: Path, config: DeltaLMConfig | None = None) -> DeltaLM:
-    """A language model of Flash Linear Attention as a `DeltaLM`.
-
-    Takes KDAForCausalLM and GatedDeltaNetForCausalLM.
-
-    **Arguments:** `path` as in `load_mixer`; `config`, read from the `config.json` beside the
-    weights unless given (give it to choose dtypes or the implementation:
-    `dataclasses.replace(fla_config(path), ...)`).
-
-    **Raises:** as `load_mixer`; also a `ValueError` listing everything in `config.json` that
-    DeltaLM has no part for.
-
-    >>> import jfla.nn, tempfile
-    >>> from flax import nnx
-    >>> sizes = {"vocab_size": 16, "hidden_size": 32, "num_layers": 1}
-    >>> config = jfla.nn.DeltaLMConfig(**sizes, num_heads=2, head_dim=16, op="gdn")
-    >>> model = jfla.nn.DeltaLM(config, rngs=nnx.Rngs(0))
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     jfla.nn.save_fla(model, folder)
-    ...     same = jfla.nn.load_hf(folder)
-    >>> bool((same.head.kernel[...] == model.head.kernel[...]).all())
-    True
-    """
-    with open_checkpoint(path) as checkpoint:
-        config = fla_config(path) if config is None else config
-        model = DeltaLM(config, rngs=nnx.Rngs(0))
-        fill(model, checkpoint, [_model_table(config)], "")
-    return model
-
-
 def save_fla(module: KimiDeltaAttention | GatedDeltaNet | DeltaLM, path: Path) -> None:
     """Writes `model.safetensors` into the directory `path`, under Flash Linear Attention's names.
 
@@ -108,24 +79,27 @@ def save_fla(module: KimiDeltaAttention | GatedDeltaNet | DeltaLM, path: Path) -
     ['model.safetensors']
     """
     if isinstance(module, DeltaLM):
-        tensors = collect(module, _model_table(module.config))
+        if not isinstance(module.config, DeltaLMConfig):
+            raise ValueError("module must be made of a DeltaLMConfig: save_hf writes all others")
+        tensors = dict(collect(module, model_table(module.config)))
         for number, block in enumerate(module.blocks):
             _add_output_gate_bias(tensors, f"model.layers.{number}.attn.", block.mixer)
     else:
         family = "fla_kda" if isinstance(module, KimiDeltaAttention) else "fla_gdn"
         (table,) = FAMILIES[family].tables(module.num_heads)
-        tensors = collect(module, table)
+        tensors = dict(collect(module, table))
         _add_output_gate_bias(tensors, "", module)
     folder = pathlib.Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     save_file = import_safetensors("safetensors.numpy").save_file
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    if isinstance(module, DeltaLM):
+    if isinstance(module, DeltaLM) and isinstance(module.config, DeltaLMConfig):
         settings = json.dumps(to_fla(module.config), indent=2)
         (folder / "config.json").write_text(settings + "\n")
 
 
-def _model_table(config: DeltaLMConfig) -> TensorTable:
+def model_table(config: DeltaLMConfig) -> TensorTable:
+    """The tensors of a model in Flash Linear Attention's format."""
     return fla_model(config.op, config.num_layers, config.attention_layers)
 
 

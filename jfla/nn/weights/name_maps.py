@@ -5,11 +5,10 @@ from typing import Literal, NamedTuple
 
 from jfla.nn.layers.gdn import GatedDeltaNet
 from jfla.nn.layers.kda import KimiDeltaAttention
-from jfla.nn.weights.torch_layouts import StoredTensor
+from jfla.nn.weights.torch_layouts import StoredTensor, TensorTable, nested
 
 Family = Literal["fla_kda", "fla_gdn", "kimi_linear", "qwen3_next", "qwen3_5"]
 NameMap = Mapping[str, str | tuple[str, ...]]  # of a tensor: the parameters whose rows it stacks
-TensorTable = list[StoredTensor]
 
 
 class FamilyNames(NamedTuple):
@@ -24,14 +23,14 @@ class FamilyNames(NamedTuple):
     tables: Callable[[int], list[TensorTable]]
 
 
-def _table(names: NameMap, grouped: tuple[str, ...] = (), heads: int = 1) -> TensorTable:
+def table(names: NameMap, grouped: tuple[str, ...] = (), heads: int = 1) -> TensorTable:
     """Tensors of these names; the rows of `grouped` ones come in a group per key head."""
-    table = []
+    tensors = []
     for name, target in names.items():
         parameters = (target,) if isinstance(target, str) else target
         groups = heads if name in grouped else 1
-        table.append(StoredTensor(name, parameters, groups))
-    return table
+        tensors.append(StoredTensor((name,), parameters, groups))
+    return tensors
 
 
 _QKV = {f"{x}_proj.weight": f"{x}_proj.kernel" for x in "qkv"}
@@ -104,11 +103,11 @@ _QWEN3_5 = {
 
 
 def _fla_kda(heads: int) -> list[TensorTable]:
-    return [_table(_FLA_KDA)]
+    return [table(_FLA_KDA)]
 
 
 def _fla_gdn(heads: int) -> list[TensorTable]:
-    return [_table(_FLA_GDN)]
+    return [table(_FLA_GDN)]
 
 
 def _kimi_linear(heads: int) -> list[TensorTable]:
@@ -117,16 +116,16 @@ def _kimi_linear(heads: int) -> list[TensorTable]:
     for convolution in (_CONVOLUTIONS, _PACKED_CONVOLUTION):
         for prefix in ("", "forget_gate."):
             forget_gate = {prefix + name: target for name, target in _KIMI_FORGET_GATE.items()}
-            tables.append(_table({**_KIMI, **convolution, **forget_gate}))
+            tables.append(table({**_KIMI, **convolution, **forget_gate}))
     return tables
 
 
 def _qwen3_next(heads: int) -> list[TensorTable]:
-    return [_table(_QWEN3_NEXT, tuple(_QWEN3_NEXT_PACKED), heads)]
+    return [table(_QWEN3_NEXT, tuple(_QWEN3_NEXT_PACKED), heads)]
 
 
 def _qwen3_5(heads: int) -> list[TensorTable]:
-    return [_table(_QWEN3_5)]
+    return [table(_QWEN3_5)]
 
 
 FAMILIES: dict[Family, FamilyNames] = {
@@ -137,29 +136,32 @@ FAMILIES: dict[Family, FamilyNames] = {
     "qwen3_5": FamilyNames(GatedDeltaNet, "linear_attn", _qwen3_5),
 }
 
-_BLOCK = {
+# Of a SwiGLU.
+MLP: NameMap = {f"{x}_proj.weight": f"{x}_proj.kernel" for x in ("gate", "up", "down")}
+# Of softmax attention.
+ATTENTION: NameMap = {f"{x}_proj.weight": f"{x}_proj.kernel" for x in "qkvo"}
+_FLA_BLOCK = {
     "attn_norm.weight": "mixer_norm.scale",
     "mlp_norm.weight": "mlp_norm.scale",
-    "mlp.gate_proj.weight": "mlp.gate_proj.kernel",
-    "mlp.up_proj.weight": "mlp.up_proj.kernel",
-    "mlp.down_proj.weight": "mlp.down_proj.kernel",
 }
-_ATTENTION = {f"{x}_proj.weight": f"{x}_proj.kernel" for x in "qkvo"}
 
 
 def fla_model(op: str, num_layers: int, attention_layers: tuple[int, ...]) -> TensorTable:
     """A whole language model of Flash Linear Attention."""
     delta_rule = _FLA_KDA if op == "kda" else _FLA_GDN
-    names = {
-        "model.embeddings.weight": "embed.embedding",
-        "model.norm.weight": "norm.scale",
-        "lm_head.weight": "head.kernel",
-    }
+    tensors = table(
+        {
+            "model.embeddings.weight": "embed.embedding",
+            "model.norm.weight": "norm.scale",
+            "lm_head.weight": "head.kernel",
+        }
+    )
     for layer in range(num_layers):
-        mixer = _ATTENTION if layer in attention_layers else delta_rule
-        block = dict(_BLOCK)
-        for name, target in mixer.items():
-            block[f"attn.{name}"] = f"mixer.{target}"
-        for name, target in block.items():
-            names[f"model.layers.{layer}.{name}"] = f"blocks.{layer}.{target}"
-    return _table(names)
+        mixer = ATTENTION if layer in attention_layers else delta_rule
+        block = [
+            *table(_FLA_BLOCK),
+            *nested(table(mixer), "attn.", "mixer."),
+            *nested(table(MLP), "mlp.", "mlp."),
+        ]
+        tensors += nested(block, f"model.layers.{layer}.", f"blocks.{layer}.")
+    return tensors
