@@ -65,3 +65,18 @@ def test_greedy_tokens(model, golden):
     greedy = {"key": jax.random.key(0), "temperature": 0.0, "segment_ids": mask}
     got = model.generate(prompt, len(golden["generated_ids"]), **greedy)
     np.testing.assert_array_equal(got[0], golden["generated_ids"])
+
+
+@pytest.mark.parametrize("name", ["kimi_linear", "qwen3_next"])
+def test_routers(name):
+    """The experts of every token and their weights, from the golden's own states."""
+    model, golden = jfla.nn.load_hf(golden_models.FOLDER / name), golden_models.golden(name)
+    sparse = [i for i, block in enumerate(model.blocks) if hasattr(block.mlp, "route")]
+    assert len(sparse) == len(golden["router_experts"])
+    for i, experts, weights in zip(sparse, golden["router_experts"], golden["router_weights"]):
+        x = jnp.asarray(golden["hidden_states"][i] + golden["mixer_outputs"][i])
+        got, its_weights = model.blocks[i].mlp.route(model.blocks[i].mlp_norm(x))
+        order = np.argsort(got, axis=1)
+        np.testing.assert_array_equal(np.take_along_axis(np.asarray(got), order, axis=1), experts)
+        its_weights = np.take_along_axis(np.asarray(its_weights), order, axis=1)
+        assert rms_error(its_weights, weights) <= golden_models.TOLERANCES[name]["router_weights"]

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from jfla.nn.families import qwen3_5
+from jfla.nn.families import kimi_linear, olmo_hybrid, qwen3_5, qwen3_next
 from jfla.nn.families.settings import Settings
 from jfla.nn.models.config import ModelConfig
 from jfla.nn.weights.torch_layouts import TensorTable
@@ -23,7 +23,7 @@ class Family(NamedTuple):
     ignored: tuple[str, ...] = ()
 
 
-_MODULES = (qwen3_5,)
+_MODULES = (qwen3_5, qwen3_next, olmo_hybrid, kimi_linear)
 
 FAMILIES: dict[str, Family] = {}
 for _module in _MODULES:

@@ -3,7 +3,6 @@
 from typing import Any
 
 from jfla.nn.families.settings import Settings
-from jfla.nn.models.config import LayerSpec
 from jfla.nn.weights.name_maps import MLP, NameMap, table
 from jfla.nn.weights.torch_layouts import StoredTensor, TensorTable, nested
 
@@ -27,7 +26,7 @@ def rotary(settings: Settings, head_dim: int, partial: float = 1.0) -> dict[str,
     source = scaling if "rope_theta" in scaling.values else settings
     if source.values.get("rope_theta", 0) is None:
         return {"rope_theta": None}
-    theta = source.number("rope_theta", 10000.0)
+    theta = source.number("rope_theta")
     source = scaling if "partial_rotary_factor" in scaling.values else settings
     dims = int(head_dim * source.number("partial_rotary_factor", partial))
     if dims % 2 or not 0 < dims <= head_dim:
@@ -57,11 +56,10 @@ def mlp_table(where: str) -> TensorTable:
     return nested(table(MLP), f"{where}.", "mlp.")
 
 
-def expert_table(where: str, layer: LayerSpec, names: dict[str, str]) -> TensorTable:
+def expert_table(where: str, num_experts: int, names: dict[str, str]) -> TensorTable:
     """Experts one by one: `names` tells what each of the three projections is called."""
-    assert not isinstance(layer.mlp, int)
     tensors = []
     for projection, name in names.items():
-        experts = tuple(f"{where}.{e}.{name}.weight" for e in range(layer.mlp.num_experts))
+        experts = tuple(f"{where}.{e}.{name}.weight" for e in range(num_experts))
         tensors.append(StoredTensor(experts, (f"mlp.{projection}_proj.kernel",)))
     return tensors

@@ -36,7 +36,10 @@ _SHARD_BYTES = 4 * 2**30
 
 
 def hf_config(source: Path | Mapping[str, Any]) -> ModelConfig | DeltaLMConfig:
-    """The configuration of a published model: Qwen3.5, or one of Flash Linear Attention.
+    """The configuration of a published model.
+
+    Takes Qwen3.5 (dense), Qwen3-Next, OLMo-Hybrid, Kimi-Linear, and the models of Flash Linear
+    Attention, KDAForCausalLM and GatedDeltaNetForCausalLM.
 
     **Arguments:** `source`, a `config.json`, its folder, a file beside it, or its settings.
 
@@ -79,7 +82,7 @@ def from_config(source: Path | Mapping[str, Any] | ModelConfig, *, rngs: nnx.Rng
 
     **Raises:** as `hf_config`.
 
-    >>> import jfla.nn
+    >>> import jax, jfla.nn
     >>> from flax import nnx
     >>> settings = {"model_type": "gated_deltanet", "num_hidden_layers": 1, "num_heads": 2}
     >>> settings |= {"vocab_size": 16, "hidden_size": 32, "head_dim": 16}
