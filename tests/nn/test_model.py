@@ -131,12 +131,43 @@ def test_sampling_follows_the_distribution():
     np.testing.assert_allclose(counts[best] / draws, wanted[best] / wanted[best].sum(), atol=0.05)
 
 
+@pytest.mark.parametrize("top_k", [None, 4])
+def test_top_p_keeps_the_fewest_likely_tokens(top_k):
+    logits = jnp.log(jnp.array([[0.1, 0.4, 0.05, 0.3, 0.15]]))
+    draw = lambda top_p: sample(jnp.repeat(logits, 2000, axis=0), top_k, KEY, top_p)
+    assert set(np.asarray(draw(0.1))) == {1}
+    assert set(np.asarray(draw(0.69))) == {1, 3}
+    assert set(np.asarray(draw(0.75))) == {1, 3, 4}
+    assert set(np.asarray(draw(1.0))) == ({0, 1, 2, 3, 4} if top_k is None else {0, 1, 3, 4})
+
+
+def test_rows_stop_one_by_one(model, tokens, continued):
+    prompt = tokens[:, :12]
+    # The second row's third token ends it, and any other row that comes to it.
+    stop = int(continued[1, 2])
+    got = model.generate(prompt, 9, key=KEY, temperature=0.0, stop_tokens=(stop, stop))
+    ended = 0
+    for row, expected in zip(np.asarray(got), continued):
+        found = np.flatnonzero(expected == stop)
+        at = found[0] if len(found) else 8
+        ended += len(found) > 0
+        np.testing.assert_array_equal(row[: at + 1], expected[: at + 1])
+        assert set(row[at:]) == {expected[at]}
+    assert ended > 0
+    # All rows stop at once: the loop does not begin.
+    every = tuple(range(VOCAB))
+    got = model.generate(prompt, 9, key=KEY, temperature=0.0, stop_tokens=every)
+    np.testing.assert_array_equal(got, np.repeat(continued[:, :1], 9, axis=1))
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"length": 0}, "length must be at least 1, got 0"),
         ({"temperature": -1.0}, "temperature must be at least 0"),
         ({"top_k": 20}, r"top_k must be None or in 1 \.\. 19, got 20"),
+        ({"top_p": 0.0}, "top_p must be None or above 0 and at most 1, got 0.0"),
+        ({"stop_tokens": (3, 19)}, r"stop_tokens must be in 0 \.\. 18, got \[19\]"),
         ({"prompt": jnp.zeros((2, 0), int)}, r"prompt must be \[B, T\] with at least one token"),
     ],
 )

@@ -1,7 +1,7 @@
 """DeltaLM: a decoder-only language model of delta-rule layers and, where asked for, attention."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, Literal, overload
 
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from jfla.nn.models.config import (
     MixerSpec,
     ModelConfig,
 )
-from jfla.nn.models.generate import generate
+from jfla.nn.models.generate import generate, sampling
 from jfla.nn.sharding import BATCH, EMBED, VOCAB, annotated, constrain, refuse_explicit
 from jfla.types import Implementation, SegmentIds
 
@@ -282,18 +282,22 @@ class DeltaLM(nnx.Module):
         key: PRNGKeyArray,
         temperature: float = 1.0,
         top_k: int | None = None,
+        top_p: float | None = None,
+        stop_tokens: Collection[int] = (),
         segment_ids: SegmentIds | None = None,
     ) -> Int[Array, "B length"]:
         """Samples `length` tokens behind each prompt: one pass over them, then a compiled loop.
 
         **Arguments:** `prompt` `[B, T]`; `temperature` divides the logits, 0 takes the largest;
-        `top_k` keeps that many largest logits; `segment_ids` `[B, T]`, 1 on tokens and 0 on the
-        padding behind shorter prompts.
+        `top_k` keeps that many largest logits, `top_p` of these the fewest largest that have so
+        much of the probability together; a row that has chosen one of `stop_tokens` repeats it, and
+        the loop ends when all have; `segment_ids` `[B, T]`, 1 on tokens and 0 on the padding behind
+        shorter prompts.
 
         **Returns:** the new tokens, `[B, length]`. The same key gives the same tokens.
 
-        **Raises:** `ValueError` for a length below 1, a negative temperature or a `top_k` outside
-        1 .. vocab_size.
+        **Raises:** `ValueError` for a length below 1, a negative temperature, a `top_k` outside
+        1 .. vocab_size, a `top_p` outside 0 .. 1, and stop tokens that are no tokens.
         """
-        vocab_size = self.config.vocab_size
-        return generate(self, vocab_size, prompt, length, key, temperature, top_k, segment_ids)
+        how = sampling(self.config.vocab_size, temperature, top_k, top_p, stop_tokens)
+        return generate(self, prompt, length, key, how, segment_ids)
