@@ -21,7 +21,6 @@ from jfla.types import DeltaRuleOutput
 
 BATCH = "batch"
 EMBED = "embed"
-EXPERTS = "experts"
 HEADS = "heads"
 MLP = "mlp"
 VOCAB = "vocab"

@@ -1,6 +1,5 @@
 """Published models: for each family its settings, its layers, and the names of its tensors."""
 
-import json
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -41,8 +40,4 @@ def read_config(values: dict[str, Any], text: str, where: str) -> ModelConfig:
 
 def family_of(config: ModelConfig) -> Family:
     """The family whose settings a configuration was read from."""
-    if not config.published:
-        raise ValueError(
-            "config must be read from the settings of a family (hf_config), got one made by hand"
-        )
-    return FAMILIES[json.loads(config.published)["model_type"]]
+    return FAMILIES[config.model_type]

@@ -85,11 +85,11 @@ def _mlps(settings: Settings) -> list[int | MoEOptions]:
     step = settings.size("moe_layer_freq", 1)
     sparse = {n for n in range(num_layers) if n >= first and n % step == 0}
     dense = settings.size("intermediate_size") if len(sparse) < num_layers else 0
-    experts = _experts(settings) if sparse else dense
+    experts: Any = _experts(settings) if sparse else None
     return [experts if n in sparse else dense for n in range(num_layers)]
 
 
-def _experts(settings: Settings) -> MoEOptions:
+def _experts(settings: Settings) -> MoEOptions | None:
     settings.only("moe_router_activation_func", "sigmoid")
     size = settings.size("moe_intermediate_size")
     shared = settings.size("num_shared_experts", 0, least=0)
@@ -103,7 +103,8 @@ def _experts(settings: Settings) -> MoEOptions:
         "groups_per_token": settings.size("topk_group", 1),
         "shared_size": shared * size or None,
     }
-    settings.check()
+    if settings.problems:
+        return None
     return MoEOptions(**options, score="sigmoid", correction_bias=True)
 
 

@@ -70,9 +70,11 @@ def mixers(text: Settings) -> list[MixerSpec]:
 
 
 def tables(config: ModelConfig) -> list[TensorTable]:
-    """As published, and as the language model alone is saved."""
+    """As published, and as the language model alone is, whichever the settings are of first."""
     blocks = [[*mixer_table(layer, "qwen3_5"), *mlp_table("mlp")] for layer in config.layers]
-    return [whole_model(root, blocks) for root in ("model.language_model.", "model.")]
+    roots = ("model.language_model.", "model.")
+    whole, alone = (whole_model(root, blocks) for root in roots)
+    return [alone, whole] if config.model_type == "qwen3_5_text" else [whole, alone]
 
 
 def mixer_table(layer: LayerSpec, family: Any) -> TensorTable:

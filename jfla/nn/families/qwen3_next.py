@@ -53,8 +53,8 @@ def _mlps(settings: Settings) -> list[int | MoEOptions]:
             "shared_size": settings.size("shared_expert_intermediate_size"),
             "renormalize": settings.flag("norm_topk_prob", True),
         }
-        settings.check()
-        experts = MoEOptions(**sizes, score="softmax", shared_gate=True)
+        if not settings.problems:
+            experts = MoEOptions(**sizes, score="softmax", shared_gate=True)
     dense = settings.size("intermediate_size") if len(sparse) < num_layers else 0
     return [experts if n in sparse else dense for n in range(num_layers)]
 

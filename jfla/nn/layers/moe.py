@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jfla.nn.layers.projections import DTypes, Projection, SwiGLU
-from jfla.nn.sharding import EMBED, EXPERTS, MLP, Axes, partitioned
+from jfla.nn.sharding import EMBED, MLP, Axes, partitioned
 
 Rows = Float[Array, "M D"]
 Chosen = Int[Array, "M k"]
@@ -82,7 +82,7 @@ class ExpertProjection(nnx.Module):
     ):
         initializer = nnx.initializers.lecun_normal(batch_axis=(0,))
         shape = (experts, inputs, outputs)
-        self.kernel = partitioned(initializer, (EXPERTS, *axes), rngs, shape, param_dtype)
+        self.kernel = partitioned(initializer, (None, *axes), rngs, shape, param_dtype)
         self.dtype = dtype
 
     def of_sorted(

@@ -1,6 +1,7 @@
 """What a language model is made of: the kind and sizes of every layer, and what they share."""
 
 import dataclasses
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -113,6 +114,16 @@ class ModelConfig:
     remat: bool | Callable[..., Any] = False
     published: str = dataclasses.field(default="", repr=False)
     stored_dtypes: tuple[tuple[str, str], ...] = dataclasses.field(default=(), repr=False)
+
+    @property
+    def model_type(self) -> str:
+        """The family's name in the settings that this was read from."""
+        if not self.published:
+            raise ValueError(
+                "config must be read from the settings of a family (hf_config), "
+                "got one made by hand"
+            )
+        return json.loads(self.published)["model_type"]
 
     @property
     def num_layers(self) -> int:
