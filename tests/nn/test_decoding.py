@@ -11,12 +11,17 @@ import jfla.nn
 
 TIME, DIM = 40, 24
 TOLERANCE = 1e-5
+ATTENTION = (jfla.nn.CausalAttention, jfla.nn.LatentAttention)
 
 
 def make(name):
     sizes = {"hidden_size": DIM, "num_heads": 2}
     if name == "attention":
-        return jfla.nn.CausalAttention(**sizes, num_kv_heads=1, rngs=nnx.Rngs(0))
+        options = {"qk_norm": "head", "output_gate": True, "head_dim": 16, "rotary_dims": 6}
+        return jfla.nn.CausalAttention(**sizes, num_kv_heads=1, **options, rngs=nnx.Rngs(0))
+    if name == "latent":
+        parts = {"latent_dim": 10, "key_dim": 8, "shared_dim": 4, "value_dim": 14}
+        return jfla.nn.LatentAttention(**sizes, **parts, rngs=nnx.Rngs(0))
     cls = jfla.nn.KimiDeltaAttention if name == "kda" else jfla.nn.GatedDeltaNet
     options = {"lower_bound": -4.0} if name == "kda" else {"allow_neg_eigval": True}
     return cls(
@@ -24,7 +29,7 @@ def make(name):
     )
 
 
-@pytest.fixture(params=["kda", "gdn", "attention"], scope="module")
+@pytest.fixture(params=["kda", "gdn", "attention", "latent"], scope="module")
 def layer(request):
     return make(request.param)
 
@@ -40,9 +45,7 @@ def with_cache(layer, x, cache, segment_ids=None):
 
 
 def new_cache(layer, batch):
-    return layer.init_cache(
-        batch, *([3 * TIME] if isinstance(layer, jfla.nn.CausalAttention) else [])
-    )
+    return layer.init_cache(batch, *([3 * TIME] if isinstance(layer, ATTENTION) else []))
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +94,7 @@ def test_packed_sequences_do_not_see_each_other(layer, x, alone):
     expected = np.asarray(alone[0])[source]
     real = np.asarray(ids) > 0
     assert rms_error(np.asarray(y)[real], expected[real]) < TOLERANCE
-    if not isinstance(layer, jfla.nn.CausalAttention):
+    if not isinstance(layer, ATTENTION):
         assert not np.asarray(y)[~real].any()
 
 

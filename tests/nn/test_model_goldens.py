@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from support import golden_models
+from support import golden_models, variant_models
 from support.goldens import rms_error
 
 import jfla.nn
@@ -80,3 +80,15 @@ def test_routers(name):
         np.testing.assert_array_equal(np.take_along_axis(np.asarray(got), order, axis=1), experts)
         its_weights = np.take_along_axis(np.asarray(its_weights), order, axis=1)
         assert rms_error(its_weights, weights) <= golden_models.TOLERANCES[name]["router_weights"]
+
+
+@pytest.mark.parametrize("name", variant_models.FAMILIES)
+def test_other_shapes(name, tmp_path):
+    """Heads, groups of experts, norms, rotary parts and ties that the tiny published models do not have."""
+    model = jfla.nn.load_hf(variant_models.write(name, tmp_path))
+    golden = variant_models.golden(name)
+    row = np.concatenate([variant_models.PROMPT, golden["tokens"][:-1]])
+    logits = nnx.jit(lambda model, row: model(row))(model, jnp.asarray(row)[None])
+    time = len(variant_models.PROMPT)
+    assert rms_error(logits[0, :time], golden["logits"]) <= variant_models.TOLERANCE
+    np.testing.assert_array_equal(np.argmax(logits[0, time - 1 :], axis=-1), golden["tokens"])

@@ -146,7 +146,9 @@ def test_a_narrower_dtype_where_it_is_asked_for():
         assert param.dtype == (jnp.float32 if path[-1] in wide else BF16), path
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear"])
+@pytest.mark.parametrize(
+    "family", ["kimi_linear", pytest.param("qwen3_next", marks=pytest.mark.slow)]
+)
 def test_weights_go_where_the_mesh_puts_them(family):
     rules = (("batch", "data"), ("heads", "model"), ("mlp", "model"), ("vocab", "model"))
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
@@ -160,9 +162,8 @@ def test_weights_go_where_the_mesh_puts_them(family):
         assert experts.sharding.spec == P(None, None, "model")
         assert experts.addressable_shards[0].data.shape == (8, 64, 12)
         assert model.embed.embedding[...].sharding.spec == P("model", None)
-        made = jfla.nn.from_config(folder, rngs=nnx.Rngs(0))
-        for (path, a), (_, b) in zip(*(nnx.to_flat_state(nnx.state(m)) for m in (model, made))):
-            assert a[...].sharding.is_equivalent_to(b[...].sharding, a.ndim), path
+        assert model.blocks[3].mixer.o_proj.kernel[...].sharding.spec == P("model", None, None)
+        assert model.blocks[0].mixer.a_log[...].sharding.mesh == mesh
         got = run(model, tokens)
     np.testing.assert_allclose(got, run(alone, tokens), rtol=1e-4, atol=1e-4)
 
@@ -354,7 +355,7 @@ def test_a_configuration_made_by_hand_is_not_published(tmp_path):
     config = dataclasses.replace(
         jfla.nn.hf_config(golden_models.FOLDER / "olmo_hybrid"), published=""
     )
-    model = jfla.nn.from_config(config, rngs=nnx.Rngs(0))
+    model = nnx.eval_shape(lambda: jfla.nn.from_config(config, rngs=nnx.Rngs(0)))
     with pytest.raises(ValueError, match="must be read from the settings of a family"):
         jfla.nn.save_hf(model, tmp_path / "nothing")
     assert not (tmp_path / "nothing").exists()

@@ -57,13 +57,15 @@ def fill(
     broken = []
     for tensor in tensors:
         stacked = _read(checkpoint, tensor, prefix)
-        if not _finite(stacked):
-            broken += [f"not finite: {prefix}{name}" for name in tensor.names]
         parts = [parameters[name] for name in tensor.parameters]
-        for name, part, x in zip(
-            tensor.parameters, parts, unstack(stacked, parts, tensor.groups), strict=True
-        ):
-            values[name] = part.from_torch(x, keep_float32=keep_float32)
+        split = unstack(stacked, parts, tensor.groups)
+        finite = True
+        for name, part, x in zip(tensor.parameters, parts, split, strict=True):
+            values[name], whole = part.from_torch(x, keep_float32=keep_float32)
+            # Waits for the device, so that the host never holds more than one tensor.
+            finite &= bool(whole)
+        if not finite:
+            broken += [f"not finite: {prefix}{name}" for name in tensor.names]
         if progress is not None:
             progress(stacked.nbytes)
     if broken:
@@ -90,14 +92,6 @@ def collect(
 def _read(checkpoint: Checkpoint, tensor: StoredTensor, prefix: str) -> np.ndarray:
     pieces = [checkpoint.read(prefix + name) for name in tensor.names]
     return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-
-
-def _finite(x: np.ndarray) -> bool:
-    if x.dtype.itemsize == 2 and x.dtype != np.float16:
-        # bfloat16, whose own test is slow: all bits of the exponent are set.
-        exponent = np.uint16(0x7F80)
-        return not ((x.view(np.uint16) & exponent) == exponent).any()
-    return bool(np.isfinite(x).all())
 
 
 def existing(table: TensorTable, parameters: Parameters) -> TensorTable:

@@ -1,14 +1,17 @@
 """Every parameter of a module as PyTorch lays it out, and how tensors stack and split their rows."""
 
+import functools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import Array
 from jax.sharding import Sharding
+from jaxtyping import Bool
 
 from jfla.nn.layers.convolution import ShortConvolution
 from jfla.nn.layers.moe import ExpertProjection
@@ -73,32 +76,35 @@ class TorchParameter(NamedTuple):
 
     def to_torch(self) -> np.ndarray:
         """The values, in PyTorch's layout."""
-        x = np.asarray(self.parameter[...])
-        if isinstance(self.owner, ExpertProjection):
-            x = x.swapaxes(1, 2)
-        elif not self._is_embedding:
-            x = x.reshape(self.shape[::-1]).T
-        return np.ascontiguousarray(x.reshape(self.shape))
+        rows, order = self._layout
+        ordered = tuple(rows[axis] for axis in order)
+        x = _transposed(self.parameter[...], ordered, order, self.shape)
+        return np.asarray(x)
 
-    def from_torch(self, x: np.ndarray, *, keep_float32: bool = False) -> Array:
+    def from_torch(
+        self, x: np.ndarray, *, keep_float32: bool = False
+    ) -> tuple[Array, Bool[Array, ""]]:
         """A tensor of `shape` as the parameter's value: in its layout, dtype and place.
 
         `keep_float32`: a float32 tensor is not rounded to a narrower dtype. The place is where the
-        parameter lives; where it is only a shape, where the mesh puts its axes.
+        parameter lives; where it is only a shape, where the mesh puts its axes. Also whether all of
+        it is finite.
         """
         old = self.parameter.get_raw_value()
         dtype = np.dtype(old.dtype)
         if keep_float32 and x.dtype == np.float32 and dtype.itemsize < x.dtype.itemsize:
             dtype = x.dtype
+        rows, order = self._layout
+        return _placed(self._place(old))(x, rows, order, old.shape, dtype)
+
+    @property
+    def _layout(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The axes that PyTorch's rows are divided into, and their order here. It is an involution."""
         if isinstance(self.owner, ExpertProjection):
-            experts, inputs, outputs = old.shape
-            x = x.reshape(experts, outputs, inputs).swapaxes(1, 2)
-        elif self._is_embedding:
-            x = x.reshape(self.shape)
-        else:
-            x = x.reshape(self.shape).T
-        x = np.ascontiguousarray(x.reshape(old.shape).astype(dtype, copy=False))
-        return jax.device_put(x, self._place(old))
+            experts, inputs, outputs = self.parameter.shape
+            return (experts, outputs, inputs), (0, 2, 1)
+        axes = tuple(range(len(self.shape)))
+        return self.shape, axes if self._is_embedding else axes[::-1]
 
     def _place(self, old: Array | jax.ShapeDtypeStruct) -> Sharding | None:
         if isinstance(old, Array):
@@ -127,6 +133,31 @@ def parameters_of(module: nnx.Module) -> dict[str, TorchParameter]:
                 dotted = ".".join(map(str, (*path, name)))
                 found[dotted] = TorchParameter(value, node)
     return found
+
+
+# Laying out is left to the devices: the host takes minutes to transpose what they do in a second.
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _transposed(
+    x: Array, axes: tuple[int, ...], order: tuple[int, ...], shape: tuple[int, ...]
+) -> Array:
+    return x.reshape(axes).transpose(order).reshape(shape)
+
+
+@functools.cache
+def _placed(place: Sharding | None) -> Callable[..., tuple[Array, Bool[Array, ""]]]:
+    """`_transposed` into a dtype and a place, and whether the result is finite."""
+
+    def lay_out(
+        x: Array,
+        axes: tuple[int, ...],
+        order: tuple[int, ...],
+        shape: tuple[int, ...],
+        dtype: np.dtype,
+    ) -> tuple[Array, Bool[Array, ""]]:
+        y = _transposed(x, axes, order, shape).astype(dtype)
+        return y, jnp.all(jnp.isfinite(y))
+
+    return jax.jit(lay_out, static_argnums=(1, 2, 3, 4), out_shardings=(place, None))
 
 
 def stacked_shape(parts: list[TorchParameter]) -> tuple[int, ...]:
