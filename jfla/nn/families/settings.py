@@ -6,8 +6,9 @@ from typing import Any
 import jax.numpy as jnp
 
 _DTYPES = ("float32", "bfloat16", "float16")
-# No model comes near; a file that says more would be built layer by layer for hours.
 _LARGEST = 2**31
+# No model comes near; a file that says more would be built layer by layer for hours.
+_MOST_LAYERS = 10_000
 
 
 class Settings:
@@ -65,14 +66,15 @@ class Settings:
         value = self.values.get(name)
         if value is None:
             return default
-        if not isinstance(value, list) or len(value) != len(default) or set(value) - set(allowed):
+        fits = isinstance(value, list) and len(value) == len(default)
+        if not fits or any(word not in allowed for word in value):
             self._note(name, f"{len(default)} of {' or '.join(allowed)}")
             return default
         return value
 
     def numbers(self, name: str) -> list[int]:
         """A list of whole numbers."""
-        value = self.values.get(name, [])
+        value = self.values.get(name) or []
         if not isinstance(value, list) or not all(isinstance(x, int) for x in value):
             self._note(name, "a list of whole numbers")
             return []
@@ -81,8 +83,8 @@ class Settings:
     def layers(self, name: str = "num_hidden_layers") -> int:
         """The number of layers."""
         layers = self.size(name)
-        if layers > 10_000:
-            self._note(name, "at most 10000")
+        if layers > _MOST_LAYERS:
+            self._note(name, f"at most {_MOST_LAYERS}")
             return 1
         return layers
 
