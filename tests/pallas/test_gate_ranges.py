@@ -17,7 +17,7 @@ from jfla.pallas.arrays import kernel_arrays, qk_options, qkg_operands
 from jfla.pallas.heuristics import dims_of, schedule
 from jfla.pallas.mgpu.overlap import run
 from jfla.pallas.sm90 import chunk
-from jfla.pallas.sm90.decay_sums import FAST_RANGE, NEAR_STEPS
+from jfla.pallas.sm90.decay_sums import FAST_RANGE, GRAD_NEAR_STEPS, MIDDLE_RANGE, NEAR_STEPS
 from jfla.pallas.sm90.grads_kda import kernel as grads_kernel
 from jfla.pallas.sm90.grads_kda.smem import FIRST_STEP, GRAD_MATRICES
 from jfla.pallas.sm90.intra_kda import kernel as intra_kernel
@@ -46,33 +46,43 @@ def gates(name: str, heads: int, time: int) -> tuple[jax.Array, Any]:
     return g * (1.0 if "spread" in name else 0.1), gate
 
 
-def out_of_range(decay: np.ndarray) -> np.ndarray:
-    """[B, HV, N, 2]: the halves of 64 channels, of [B, HV, N, channels], with one that decays by 2^-FAST_RANGE."""
-    return (decay.reshape(*decay.shape[:3], 2, 64) / np.log(2)).min(axis=-1) <= -FAST_RANGE
+def out_of_range(decay: np.ndarray, bits: float = FAST_RANGE) -> np.ndarray:
+    """[B, HV, N, 2]: the halves of 64 channels, of [B, HV, N, channels], with one that decays by 2^-bits."""
+    return (decay.reshape(*decay.shape[:3], 2, 64) / np.log(2)).min(axis=-1) <= -bits
 
 
-def too_strong(g: jax.Array, gate: Any) -> tuple[np.ndarray, np.ndarray]:
-    """[B, HV, N, 2]: the halves of chunks whose gates are too strong from the chunk's start; and from blocks of 16."""
+def too_strong(g: jax.Array, gate: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """[B, HV, N, 2]: the halves of chunks whose gates are too strong from the chunk's start.
+
+    Then those that are so from the start of a block of 16, too, and those from the middle of a block of 32.
+    """
     decay = to_chunks(log_decay(g, gate))
-    blocks = decay.reshape(*decay.shape[:3], 4, 16, -1)[..., 1:, :]  # without their first tokens
     strong = out_of_range(decay.sum(axis=3))
-    return strong, strong & out_of_range(blocks.sum(axis=4).min(axis=3))
+    blocks = decay.reshape(*decay.shape[:3], 4, 16, -1)[..., 1:, :]  # without their first tokens
+    in_blocks = out_of_range(blocks.sum(axis=4).min(axis=3))
+    blocks = decay.reshape(*decay.shape[:3], 2, 32, -1)
+    sides = np.stack([blocks[..., 1:17, :].sum(axis=4), blocks[..., 17:, :].sum(axis=4)])
+    from_middle = out_of_range(sides.min(axis=(0, 4)), MIDDLE_RANGE)
+    return strong, strong & in_blocks, strong & from_middle
 
 
 def who_reads(
-    first: int, g: jax.Array, gate: Any, monkeypatch: pytest.MonkeyPatch
+    first: tuple[int, int], g: jax.Array, gate: Any, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[np.ndarray, np.ndarray]:
-    """[B, HV, N] of intra, [B, HV, N, 2] of the gradients: who reads the matrices of DECAY_STEPS from `first` on.
+    """[B, HV, N] of intra, [B, HV, N, 2] of the gradients: who reads the matrices of its steps from `first` on.
 
     NaN in these tells.
     """
+    in_intra, in_grads = first
 
     def spoiled(matrices: tuple[Any, ...], first: int) -> tuple[Any, ...]:
         nan = np.full((CHUNK, CHUNK), np.nan)
         return (*matrices[:first], *[nan] * len(matrices[first:]))
 
-    monkeypatch.setattr(intra_kernel, "STEP_MATRICES", spoiled(STEP_MATRICES, first))
-    monkeypatch.setattr(grads_kernel, "GRAD_MATRICES", spoiled(GRAD_MATRICES, FIRST_STEP + first))
+    monkeypatch.setattr(intra_kernel, "STEP_MATRICES", spoiled(STEP_MATRICES, in_intra))
+    monkeypatch.setattr(
+        grads_kernel, "GRAD_MATRICES", spoiled(GRAD_MATRICES, FIRST_STEP + in_grads)
+    )
     batch, time, heads, _ = g.shape
     arrays, rest = inputs(Call("kda", batch=batch, time=time, heads=heads, group=1, key_dim=128))
     main = [(arrays | {"g": g})[name] for name in MAIN]
@@ -108,10 +118,11 @@ def test_only_chunks_with_too_strong_gates_take_the_other_forms(
 ):
     n = ("strong", "strongest").index(which)
     g, gate = gates(name, heads, time)
-    intra, differentiated = who_reads((0, NEAR_STEPS)[n], g, gate, monkeypatch)
-    expected = too_strong(g, gate)[n]
-    np.testing.assert_array_equal(differentiated, expected)
-    np.testing.assert_array_equal(intra, expected.any(axis=-1))
+    first = ((0, 0), (NEAR_STEPS, GRAD_NEAR_STEPS))[n]
+    intra, differentiated = who_reads(first, g, gate, monkeypatch)
+    strong, in_blocks, from_middle = too_strong(g, gate)
+    np.testing.assert_array_equal(differentiated, (strong, from_middle)[n])
+    np.testing.assert_array_equal(intra, (strong, in_blocks)[n].any(axis=-1))
     assert intra.sum() == strong_chunks[n]
 
 
@@ -128,8 +139,9 @@ def test_only_chunks_with_too_strong_gates_take_the_other_forms(
 def test_how_many_chunks_take_the_fast_form(name, least, most):
     """Of 512. With the gates that the layer begins with, 0.70: heads whose rate exp(a_log) is above some 12 do not.
 
-    For all others of these, blocks of 16 tokens are in range.
+    For all of these, blocks of 16 tokens are in range, and those of 32 from their middle.
     """
-    strong, strongest = too_strong(*gates(name, 128, 256))
+    strong, in_blocks, from_middle = too_strong(*gates(name, 128, 256))
     assert least <= 1 - strong.any(axis=-1).mean() <= most
-    assert not strongest.any()
+    assert not in_blocks.any()
+    assert not from_middle.any()

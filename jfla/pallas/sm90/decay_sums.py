@@ -48,29 +48,44 @@ def from_block_start(level: int) -> np.ndarray:
     return same & FROM_START & (_COLUMN % (1 << level) != 0)
 
 
+def from_middle(level: int) -> np.ndarray:
+    """From the middle token of a block of 2^level to the token; back to it from the tokens before, with a minus."""
+    same = (_ROW >> level) == (_COLUMN >> level)
+    middle = ((_ROW >> level) << level) + (1 << level) // 2
+    on = (middle <= _ROW) & (middle < _COLUMN) & FROM_START
+    back = (middle > _ROW) & (middle >= _COLUMN) & TO_END
+    return np.where(same, on.astype(int) - back, 0)
+
+
 # Pairs of tokens where gates are too strong for decays from the chunk's start: first those inside blocks of 16, from
 # the block's start; then ever smaller squares, through their middle: NEAR_STEPS in all where 16 tokens are in range.
 DECAY_STEPS = (from_block_start(NEAR), *map(to_middle, reversed(range(LEVELS))))
 NEAR_STEPS = 1 + LEVELS - NEAR
 
+# The same for gradients, which may depend on later tokens: blocks of 32 decay from their middle, 16 tokens each way.
+GRAD_NEAR = 5
+MIDDLE_RANGE = 118.0  # 16 tokens of -5 .. 0; k has 2^9 left
+GRAD_STEPS = (from_middle(GRAD_NEAR), *map(to_middle, reversed(range(LEVELS))))
+GRAD_NEAR_STEPS = 1 + LEVELS - GRAD_NEAR
+
 
 def step_pairs(step: Index) -> Reg:
-    """[C, C]: the pairs that a step of DECAY_STEPS is about, and their mirror image; after the last, the diagonal."""
-    return paired_blocks(*_paired(step), CHUNK)
+    """[C, C]: the pairs that a step of GRAD_STEPS is about, and their mirror image."""
+    return paired_blocks(*_paired(step, GRAD_NEAR), CHUNK)
 
 
 def step_pairs_in_rows(step: Index, rows: Reg, line_smem: Smem) -> Reg:
     """[C, C]: those of `step_pairs` in the chosen `rows` [C], without the mirror image; of step 0 with it."""
-    paired, level = _paired(step)
+    paired, level = _paired(step, NEAR)
     row = block_of(lax.iota(jnp.int32, CHUNK), level)
     row = jnp.where(rows & (row & paired == paired), row ^ paired, -1)
     return per_row(row, CHUNK) == per_column(block_of(line_smem[...], level), CHUNK)
 
 
-def _paired(step: Index) -> tuple[jax.Array, jax.Array]:
+def _paired(step: Index, near: int) -> tuple[jax.Array, jax.Array]:
     """The first two arguments of `paired_blocks`."""
     paired = jnp.where((step == 0) | (step > LEVELS), 0, 1)
-    level = jnp.where(step == 0, NEAR, jnp.maximum(LEVELS - step, 0))
+    level = jnp.where(step == 0, near, jnp.maximum(LEVELS - step, 0))
     return paired, level
 
 

@@ -18,7 +18,7 @@ over the span that it decayed over:
          + sum_{j < m <= i} D_ij k_j (W_q_ij q_i + W_k_ij k_i)          pairs of tokens
 
 with, in each line, the part of dq and dk that this line's decay makes. The last line comes from the
-same dq and dk: where pairs decay from one anchor (the start of the chunk or of a block of 16), it
+same dq and dk: where pairs decay from one anchor (the chunk's start or the middle of a block of 32), it
 is sum_{i >= m} z_i with z = q dq + k dk - k dk', dk' what later tokens give to a key, since a pair
 adds to z_i what it takes from z_j (17); where they decay through a middle, both factors have spans
 of their own, and z = q dq + k dk + k dk' (18).
@@ -46,7 +46,7 @@ from jfla.pallas.mgpu.opaque import pin
 from jfla.pallas.mgpu.smem import BF16, F32, transposed
 from jfla.pallas.mgpu.types import Index, Reg, Smem
 from jfla.pallas.sm90.chunk_index import TILE_K
-from jfla.pallas.sm90.decay_sums import FAST_RANGE, NEAR_STEPS, step_pairs
+from jfla.pallas.sm90.decay_sums import FAST_RANGE, GRAD_NEAR_STEPS, MIDDLE_RANGE, step_pairs
 from jfla.pallas.sm90.grads_kda.smem import FIRST_STEP, GRAD_MATRICES, GradsKdaWarpgroup, Salt, Span
 from jfla.pallas.sm90.qk_tiles import K, Q, QkTiles
 from jfla.types import CHUNK
@@ -76,7 +76,7 @@ def dq_dk_dg(chunk_ctx: GradsKdaWarpgroup) -> Grads:
     # well.
     ctx = chunk_ctx.recompute_addresses(Salt.FROM_START)
     from_start = ctx.segment_sum(Span.FROM_START)
-    fast = _in_range(ctx, from_start)
+    fast = _least(ctx, from_start) > -FAST_RANGE
     dq, dk, z = _grads_from_start(ctx, from_start, fast, dq, dk)
     ctx = chunk_ctx.recompute_addresses(Salt.FROM_START_ADJOINT)
     none = zeros(CHUNK, TILE_K)
@@ -92,7 +92,7 @@ def dq_dk_dg(chunk_ctx: GradsKdaWarpgroup) -> Grads:
     dg = ctx.segment_sum_adjoint(dg, Span.TO_END, ctx.split(z))
 
     # Line 4, where the gates are too strong for line 2 to have done it.
-    end = FIRST_STEP + jnp.where(fast, 0, NEAR_STEPS)
+    end = FIRST_STEP + jnp.where(fast, 0, GRAD_NEAR_STEPS)
     dk = dk + dk_to_end
     return _add_strong_pairs(chunk_ctx, end, (dq, dk, dg))
 
@@ -198,21 +198,20 @@ def _grads_from_start(
     return lax.cond(fast, with_pairs, states_alone, dq, dk)
 
 
-def _in_range(ctx: GradsKdaWarpgroup, sums: Reg) -> Reg:
-    """Whether 2^-sum is in range for all of this warpgroup's channels."""
+def _least(ctx: GradsKdaWarpgroup, sums: Reg) -> Reg:
+    """The least sum of all of this warpgroup's channels."""
     line = ctx.smem.min_sums.at[ctx.wg]
     line[...] = jnp.min(sums, axis=1)
     plgpu.commit_smem()
-    least = jnp.min(plgpu.load(line, layout=COLS))
-    return least > -FAST_RANGE
+    return jnp.min(plgpu.load(line, layout=COLS))
 
 
 def _add_strong_pairs(chunk_ctx: GradsKdaWarpgroup, end: Index, grads: Grads) -> Grads:
-    """Adds what pairs of tokens give, for any gate, in the steps of DECAY_STEPS below `end`.
+    """Adds what pairs of tokens give, for any gate, in the steps of GRAD_STEPS below `end`.
 
-    From a block's start, a later token decays on and an earlier one back, which takes a factor > 1.
-    Through a middle, both decay towards it. Where not even blocks of 16 tokens are in range, the
-    squares inside them come last.
+    From the middle of a block, a token decays on or back, which takes a factor > 1. Through a middle,
+    both tokens decay towards it. Where not even blocks of 32 tokens are in range, the squares inside
+    them come last.
     """
 
     def is_left(carry: Carry) -> Reg:
@@ -245,22 +244,22 @@ def _pairs_step(ctx: GradsKdaWarpgroup, i: Index, end: Index, grads: Grads) -> C
     decay_smem = ctx.scratch(3)
     w_q = ctx.scratch(4)
     w_k = ctx.scratch(5)
-    from_block = i == FIRST_STEP
+    from_middle = i == FIRST_STEP
     _write_step_weights(ctx, i)
 
     log2_decay = ctx.smem.log2_decay.at[ctx.wg]
     sums = ctx.sum_matrix.segment_sum(log2_decay)
 
     def check_range() -> Reg:
-        return ~_in_range(ctx, sums)
+        return _least(ctx, -jnp.abs(sums)) <= -MIDDLE_RANGE
 
-    out_of_range = lax.cond(from_block, check_range, lambda: jnp.bool_(False))
+    out_of_range = lax.cond(from_middle, check_range, lambda: jnp.bool_(False))
     end = jnp.where(out_of_range, len(GRAD_MATRICES), end)
     ctx.prefetch_next(ctx.sum_matrix, i, end)
     qk = ctx.qk.with_inv_norms()
     sums += jnp.where(out_of_range, NEVER, 0.0)  # nothing comes of this step then
     early_sign = jnp.where(out_of_range, 0.0, -1.0)
-    early_sign = jnp.where(from_block, early_sign, 1.0)
+    early_sign = jnp.where(from_middle, early_sign, 1.0)
     early_sums = early_sign * sums
     _write_step_operands(ctx, qk, sums, early_sums)
 
@@ -271,15 +270,15 @@ def _pairs_step(ctx: GradsKdaWarpgroup, i: Index, end: Index, grads: Grads) -> C
         return decay_smem[...].astype(F32)
 
     def early() -> Reg:
-        """What k_early decayed by: the same, or 1 / the same inside blocks."""
+        """What k_early decayed by: the same, or 1 / the same in a block that has a middle."""
         x = late()
-        inverse = 1.0 / jnp.maximum(x, 2.0**-FAST_RANGE)
-        share = jnp.where(from_block, 1.0, 0.0)
-        return x + share * (inverse - x)
+        inverse = 1.0 / jnp.maximum(x, 2.0**-MIDDLE_RANGE)
+        share = jnp.where(from_middle, 1.0, 0.0)
+        return share * inverse + (1.0 - share) * x
 
     # Each result is added before the next matmul; the compiler would keep all three to the end.
     none = zeros(CHUNK, TILE_K)
-    sign = jnp.where(from_block, -1.0, 1.0)
+    sign = jnp.where(from_middle, -1.0, 1.0)
     dx = dot(none, (transposed(w_k), k), (transposed(w_q), q))
     dk = dk + early() * dx
     z = sign * k_early[...].astype(F32) * dx
@@ -321,7 +320,7 @@ def _write_step_operands(ctx: GradsKdaWarpgroup, qk: QkTiles, sums: Reg, early_s
     x = x * jnp.exp2(sums)
     ctx.scratch(1)[...] = x.astype(BF16)
     x = qk.scaled(K, ctx.wg)
-    early_sums = jnp.minimum(early_sums, FAST_RANGE)
+    early_sums = jnp.minimum(early_sums, MIDDLE_RANGE)
     x = x * jnp.exp2(early_sums)
     ctx.scratch(2)[...] = x.astype(BF16)
     plgpu.commit_smem()

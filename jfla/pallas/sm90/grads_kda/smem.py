@@ -17,8 +17,8 @@ from jfla.pallas.mgpu.smem import BF16, F16, F32, tile_smem
 from jfla.pallas.mgpu.types import Barrier, Gmem, Index, MemorySpec, Reg, Smem
 from jfla.pallas.sm90.chunk_index import TILE_K, TILE_V
 from jfla.pallas.sm90.decay_sums import (
-    DECAY_STEPS,
     FROM_START,
+    GRAD_STEPS,
     TO_END,
     WHOLE_CHUNK,
     DecaySumMatrix,
@@ -36,8 +36,8 @@ class Span(enum.IntEnum):
     TO_END = 2
 
 
-GRAD_MATRICES = (WHOLE_CHUNK, FROM_START, TO_END, *DECAY_STEPS)
-FIRST_STEP = len(Span)  # the first of DECAY_STEPS among GRAD_MATRICES
+GRAD_MATRICES = (WHOLE_CHUNK, FROM_START, TO_END, *GRAD_STEPS)
+FIRST_STEP = len(Span)  # the first of GRAD_STEPS among GRAD_MATRICES
 
 
 class Salt(enum.IntEnum):
