@@ -18,6 +18,7 @@ from typing import NamedTuple, Protocol
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jfla.parallel.stretch import Entered
 from jfla.types import CHUNK, Inputs, Options
 
 
@@ -131,6 +132,7 @@ class Residuals(NamedTuple):
 
     intra: IntraChunk
     state_checkpoints: Float[Array, "B HV spans V K"] | None  # S^T where the spans of time begin
+    entered: Entered | None = None  # where time is split over devices
 
 
 class Stages(Protocol):

@@ -4,7 +4,6 @@ On simulated devices plain JAX stands in for the kernels, with their operands an
 device. For four H200s the kernels themselves are compiled.
 """
 
-import dataclasses
 import functools
 import re
 from typing import Any
@@ -22,74 +21,15 @@ from support.kernel_cases import (
     inputs,
     main_and_rest,
     results,
-    validated,
 )
+from support.standin import op_of
 
 import jfla
-from jfla import chunk_op
-from jfla.gates import log_decay, write_strength
-from jfla.pallas.heuristics import Schedule, dims_of, schedule
 from jfla.parallel.split import split_by
-from jfla.stages import IntraChunk, Residuals
-from jfla.types import DeltaRuleOutput, Inputs, Options
-from jfla.xla import op as xla
-from jfla.xla.forward import Pairs
+from jfla.types import DeltaRuleOutput
 
 COLLECTIVES = re.compile(r"\b(all-gather|all-to-all|collective-permute|all-reduce)(?:-start)?\(")
 MOVES = {"all-gather", "all-to-all", "collective-permute"}
-NUM_SMS = 7  # of no other test, with which the compiled function could be shared
-
-
-class Standin:
-    """`jfla.pallas.sm90.chunk` in plain JAX. `parts` is what v was of the calls that were traced."""
-
-    def __init__(self) -> None:
-        self.parts: list[tuple[int, ...]] = []
-
-    def forward(
-        self, inputs: Inputs, options: Options, schedule: Schedule, *, for_backward: bool
-    ) -> tuple[DeltaRuleOutput, Residuals]:
-        self.parts.append(inputs.v.shape)
-        output, pairs = xla.forward(inputs, options)
-        intra = IntraChunk(*(jnp.moveaxis(x, 0, 2) for x in pairs))
-        return output, Residuals(intra, None)
-
-    def backward(
-        self,
-        inputs: Inputs,
-        options: Options,
-        schedule: Schedule,
-        residuals: Residuals,
-        do: jax.Array,
-        d_final: jax.Array | None,
-    ) -> Inputs:
-        self.parts.append(inputs.v.shape)
-        pairs = Pairs(*(jnp.moveaxis(x, 2, 0) for x in residuals.intra))
-        decay = log_decay(inputs.g, inputs.gate)
-        beta = write_strength(inputs.beta, options.beta_max)
-        inputs = inputs._replace(g=decay, beta=beta, gate=None)
-        options = dataclasses.replace(options, beta_max=None)
-        d = xla.backward_of(inputs, options, pairs, DeltaRuleOutput(do, d_final))
-        return d._replace(segment_ids=None)
-
-
-@pytest.fixture
-def standin(monkeypatch) -> Standin:
-    if jax.device_count() < 8:
-        pytest.skip("needs 8 devices")
-    jax.clear_caches()
-    standin = Standin()
-    monkeypatch.setattr(chunk_op, "sm90", standin)
-    return standin
-
-
-def op_of(name: str) -> Any:
-    def op(*args: Any, **kwargs: Any) -> DeltaRuleOutput:
-        inputs, options = validated(name, *args, **kwargs)
-        usual = schedule(options.op, dims_of(inputs), NUM_SMS)
-        return chunk_op.run(inputs, options, chunk_op.Plan(usual))
-
-    return op
 
 
 def case(op: str, **changes: Any) -> tuple[dict[str, Any], dict[str, Any]]:
