@@ -173,10 +173,77 @@ def test_states_are_handed_over(monkeypatch, gathered, devices, reverse):
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_maps_by_doubling_in_the_op(monkeypatch):
     monkeypatch.setattr(hand_over, "MAX_GATHERED", 0)
     config = dataclasses.replace(GDN, batch=1, time=40, segments=2, value_dim=6)
     assert_as_on_one_device(config, 4, Style(6), lengths([17, 20], time=40))
+
+
+@pytest.mark.parametrize(
+    ("config", "spec"),
+    [
+        (
+            dataclasses.replace(KDA, op="gdn", batch=2, time=64, heads=2, state=False, final=False),
+            P("b", "t", "h"),
+        ),
+        pytest.param(
+            dataclasses.replace(GDN, time=64, heads=2), P("b", "t", "h"), marks=pytest.mark.slow
+        ),
+        pytest.param(
+            dataclasses.replace(KDA, time=64, heads=2, segments=3),
+            P(None, ("b", "t"), "h"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(  # four value heads of one query head
+            dataclasses.replace(KDA, time=64, group=4), P(None, "t"), marks=pytest.mark.slow
+        ),
+    ],
+    ids=str,
+)
+def test_time_that_is_split_by_type_needs_no_argument(config, spec):
+    """Explicit axes: the output is laid out as v, and tokens stay where they are."""
+    kinds = (AxisType.Explicit,) * 3
+    mesh_of(8)
+    mesh = jax.make_mesh((2, 2, 2), ("b", "t", "h"), axis_types=kinds)
+    x, ids, cotangents = draw(config, Style(9))
+    want = evaluate(config, "recurrent", x, ids, cotangents)
+    rows, time, heads = (*spec, None)[:3]
+    states = P(rows, None, heads) if config.segments else P(rows, heads)
+    layouts = {"a_log": P(heads), "dt_bias": P(heads), "initial_state": states} | {
+        "final_state": states
+    }
+
+    def place(arrays: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+        return {
+            name: jax.device_put(
+                jnp.asarray(a, dtype(config, name)),
+                jax.NamedSharding(mesh, layouts.get(name, spec)),
+            )
+            for name, a in arrays.items()
+        }
+
+    def run(x: Any, ids: Any, cotangents: Any) -> dict[str, jax.Array]:
+        forward = lambda x: call(config, "chunk", x, ids)._asdict()
+        out, adjoint = jax.vjp(forward, x)
+        if not config.final:
+            cotangents = cotangents | {"final_state": None}
+        assert jax.typeof(out["output"]).sharding.spec[:3] == (rows, time, heads)
+        grads = {f"d{name}": a for name, a in adjoint(cotangents)[0].items()}
+        return {name: a for name, a in out.items() if a is not None} | grads
+
+    with jax.enable_x64(True), jax.set_mesh(mesh):
+        if ids is not None:
+            ids = jax.device_put(ids, jax.NamedSharding(mesh, P(rows, time)))
+        program = jax.jit(run).lower(place(x), ids, place(cotangents)).compile()
+        got = program(place(x), ids, place(cotangents))
+    found = {name: error(got[name], want[name], tiny=1e-14) for name in want}
+    assert max(found.values()) < 1e-12, found
+    moved = {*COLLECTIVES.findall(program.as_text())}
+    assert moved <= {"all-gather", "all-reduce"}
+    tokens = config.batch * config.time * config.value_heads * config.value_dim
+    for shape in re.findall(r"\[([\d,]+)\]\S* all-gather", program.as_text()):
+        assert np.prod([int(n) for n in shape.split(",")]) < tokens, shape
 
 
 @pytest.mark.slow
