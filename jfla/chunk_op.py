@@ -137,7 +137,10 @@ def _name(residuals: Residuals) -> Residuals:
     entered = residuals.entered
     if entered is not None:
         entered = xla.name_entered(entered)
-    return Residuals(IntraChunk(a_qk, a_inv), checkpoints, entered)
+    split_r = residuals.split_r
+    if split_r is not None:
+        split_r = checkpoint_name(split_r, "jfla_state_map")
+    return Residuals(IntraChunk(a_qk, a_inv), checkpoints, entered, split_r)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -132,7 +132,9 @@ class Residuals(NamedTuple):
 
     intra: IntraChunk
     state_checkpoints: Float[Array, "B HV spans V K"] | None  # S^T where the spans of time begin
-    entered: Entered | None = None  # where time is split over devices
+    # Where time is split over devices, and R of the spans that a device scans side by side.
+    entered: Entered | None = None
+    split_r: Float[Array, "B HV splits K K"] | None = None
 
 
 class Stages(Protocol):

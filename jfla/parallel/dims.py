@@ -33,4 +33,5 @@ RESIDUALS = _named(
     intra=_named(IntraChunk, a_qk="B HV N C C", a_inv="B HV N C C"),
     state_checkpoints="B HV spans V K",
     entered=None,  # inside shard_map, where nothing is split
+    split_r=None,
 )

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from support.h200 import H200
 from support.kernel_cases import (
     Call,
     error,
@@ -25,6 +24,7 @@ from support.kernel_cases import (
 from support.standin import op_of
 
 import jfla
+from benchmarks.h200 import H200
 from jfla.parallel.split import split_by
 from jfla.types import DeltaRuleOutput
 

@@ -96,7 +96,7 @@ def forward(
 ) -> tuple[DeltaRuleOutput, Residuals]:
     """The output, and what the backward needs beside the inputs; of a stretch of time if other devices have more."""
     x = kernel_arrays(inputs, options)
-    entered = None
+    entered, split_r = None, None
     dims = x.dims
     num_checkpoints = schedule.num_spans if for_backward and _writes_in_place(inputs) else 0
     kept = {"final_state": options.return_final_state, "num_checkpoints": num_checkpoints}
@@ -116,15 +116,17 @@ def forward(
         config = ScanConfig(schedule.scan_v_block, smem_bytes=schedule.smem_bytes)
         initial = x.initial
         qk, pairs = intra_results.qk, intra_results.intra
-        if schedule.time_splits > 1 or stretch is not None:
+        splits = schedule.time_splits if stretch is None else schedule.stretch_splits
+        if splits > 1 or stretch is not None:
             with jax.named_scope("jfla_split_time"):
-                initial, entered = split_states(
-                    qk, pairs, x.v, initial, config, schedule.time_splits, stretch
+                initial, entered, split_r = split_states(
+                    qk, pairs, x.v, initial, config, splits, stretch
                 )
         with jax.named_scope("jfla_output_scan"):
             scanned = run(output_scan_kernel(qk, pairs, x.v, initial, config, **kept))
     output = scanned.stores[0][:, : inputs.v.shape[1]].astype(inputs.v.dtype)
-    residuals = Residuals(intra_results.intra, scanned.checkpoints, entered)
+    split_r = None if stretch is None else split_r
+    residuals = Residuals(intra_results.intra, scanned.checkpoints, entered, split_r)
     return DeltaRuleOutput(output, scanned.last), residuals
 
 
@@ -142,13 +144,14 @@ def backward(
         intra_results = run(intra_kernel(x, inputs, options, schedule, with_a=False))
     do = kernel_cotangent(d_output, inputs)
     d_last = to_kernel_state(d_final)
-    entered = residuals.entered
-    if entered is not None:
+    entered, split_r = residuals.entered, residuals.split_r
+    if entered is not None and split_r is not None:
         x = x._replace(initial=to_kernel_state(entered.states[:, 0]))
-        if schedule.time_splits == 1:
+        if schedule.time_splits == 1:  # else `both_scans` has the maps anyway
             config = ScanConfig(schedule.scan_v_block, smem_bytes=schedule.smem_bytes)
             with jax.named_scope("jfla_split_time"):
-                d_last = stretch_end(intra_results.qk, residuals.intra, do, d_last, config, entered)
+                qk = intra_results.qk
+                d_last = stretch_end(qk, residuals.intra, do, d_last, config, entered, split_r)
     if residuals.state_checkpoints is not None:
         by_span = _BySpan(options, schedule, qk_options(inputs, options), query_dtype(inputs))
         grads, dv, d_initial = jax.custom_batching.sequential_vmap(by_span)(

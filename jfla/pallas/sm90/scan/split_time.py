@@ -29,15 +29,18 @@ def split_states(
     config: ScanConfig,
     time_splits: int,
     stretch: Stretch | None = None,
-) -> tuple[jax.Array, Entered | None]:
-    """S^T [B, HV, splits, V, K] where every split begins, from that before time [B, HV, 1, V, K] or None."""
+) -> tuple[jax.Array, Entered | None, jax.Array]:
+    """S^T [B, HV, splits, V, K] where every split begins, from that before time [B, HV, 1, V, K] or None; and R.
+
+    Of a `stretch` it is not the caller's state that is before time, but what devices hand over.
+    """
     r, c = _maps(qk, intra, v, config, time_splits)
     first = _first(initial)
     entered = None
     if stretch is not None:
         entered = _enter(stretch, first, r, c)
         first = entered.states[:, 0]
-    return affine.chain(first, r, c).mT, entered
+    return affine.chain(first, r, c).mT, entered, r
 
 
 def _enter(stretch: Stretch, first: jax.Array | None, r: jax.Array, c: jax.Array) -> Entered:
@@ -84,10 +87,11 @@ def stretch_end(
     d_final: Any,
     config: ScanConfig,
     entered: Entered,
+    split_r: jax.Array,
 ) -> jax.Array:
     """dS^T [B, HV, 1, V, K] after a device's stretch: `d_final`, and what the devices behind it send."""
-    d = _adjoints(qk, intra, do, config, 1)
-    return _leave(entered, _first(d_final), entered.r[:, :, None], d).mT[:, :, None]
+    d = _adjoints(qk, intra, do, config, split_r.shape[2])
+    return _leave(entered, _first(d_final), split_r, d).mT[:, :, None]
 
 
 def _leave(entered: Entered, d_final: Any, r: jax.Array, d: jax.Array) -> jax.Array:
