@@ -6,8 +6,8 @@ between two devices, that of the sequence to which the tokens on both sides belo
 
     X_out = R X_in + C
 
-(docs/math.md, equation 9), where R is 0 if another sequence is open at the stretch's end. What happens to all other
-states is the device's own matter. A backend finds R and C with the a_qk and a_inv that its output needs anyway, and
+(docs/math.md, equation 9). If another sequence is open at the stretch's end, R is 0. What happens to all other states
+is the device's own matter. A backend finds R and C with the a_qk and a_inv that its output needs anyway, and
 then runs from the states that `Stretch.enter` gives. Its backward is the same in reverse: `Stretch.leave`.
 """
 

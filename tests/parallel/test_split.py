@@ -4,6 +4,7 @@ On simulated devices plain JAX stands in for the kernels, with their operands an
 device. For four H200s the kernels themselves are compiled.
 """
 
+import contextlib
 import functools
 import re
 from typing import Any
@@ -173,14 +174,17 @@ def described_on_four_h200s(op: str, time: int) -> dict[str, Any]:
 
 
 @pytest.mark.aot
+@pytest.mark.parametrize("context", [False, True], ids=["plain jit", "in set_mesh"])
 @pytest.mark.parametrize(("op", "implementation"), [("kda", "pallas"), ("gdn", None)])
-def test_kernels_compiled_for_four_gpus_move_no_activation(op, implementation):
+def test_kernels_compiled_for_four_gpus_move_no_activation(op, implementation, context):
     """Values and gradients: what goes over the network is the gradients of the gate's parameters."""
     arrays = described_on_four_h200s(op, time=256)
+    mesh = arrays["q"].sharding.mesh
     static = {"qk_norm": True, "beta_max": 1.0, "return_final_state": True}
     chunk = functools.partial(getattr(jfla, f"chunk_{op}"), implementation=implementation)
     program = jax.jit(lambda arrays: results(chunk, arrays, static))
-    with jfla.pallas.compiling_for("9.0"):
+    within = jax.set_mesh(mesh) if context else contextlib.nullcontext()
+    with jfla.pallas.compiling_for("9.0"), within:
         text = program.trace(arrays).lower().compile().as_text()
     assert set(COLLECTIVES.findall(text)) == {"all-reduce"}
     assert re.search(r"bf16\[1,256,2,64\]", text)  # a device's part of v
