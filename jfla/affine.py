@@ -46,3 +46,22 @@ def chain(
     if reverse:
         states.reverse()
     return jnp.stack(states, axis=-3)
+
+
+def through(
+    first: Float[Array, "*batch K V"] | None,
+    r: Float[Array, "*batch spans K K"],
+    c: Float[Array, "*batch spans K V"],
+    *,
+    reverse: bool = False,
+) -> Float[Array, "*batch K V"]:
+    """The state behind all spans, from `first` (zeros if None) before them; in `reverse` that before all spans.
+
+    >>> import jax.numpy as jnp
+    >>> r, c = 0.5 * jnp.ones((3, 1, 1)), jnp.ones((3, 1, 1))
+    >>> print(through(None, r, c)[0, 0])
+    1.75
+    """
+    last = 0 if reverse else -1
+    state = chain(first, r, c, reverse=reverse)[..., last, :, :]
+    return jnp.matmul(r[..., last, :, :], state, precision="highest") + c[..., last, :, :]

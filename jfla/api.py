@@ -4,7 +4,7 @@ from jaxtyping import Array, Float, Int
 
 from jfla import dispatch
 from jfla.gates import Gate
-from jfla.types import GDN, KDA, DeltaRuleOutput, Implementation
+from jfla.types import GDN, KDA, AxisName, DeltaRuleOutput, Implementation
 
 
 def chunk_kda(
@@ -23,6 +23,7 @@ def chunk_kda(
     segment_ids: Int[Array, "B T"] | None = None,
     num_segments: int | None = None,
     implementation: Implementation | None = None,
+    sequence_axis: AxisName | None = None,
 ) -> DeltaRuleOutput:
     """Kimi Delta Attention, in chunks: training and prefill.
 
@@ -48,6 +49,10 @@ def chunk_kda(
       its initial state.
     - `num_segments`: S, static; taken from `initial_state` when that is given, needed to return final states.
     - `implementation`: None chooses (see `jfla.explain`); "pallas" and "xla" are taken as named and never fall back.
+    - `sequence_axis`: a mesh axis, inside `jax.shard_map`: the arrays are then this device's stretch of time, in the
+      order of the axis, and the result is that of the whole sequence, exact for every gate. `segment_ids` are numbered
+      over all devices: a segment may begin, go through several devices or end anywhere. `initial_state` is read on the
+      first device; `final_state` is the same on all.
 
     **Returns:** `DeltaRuleOutput(output, final_state)`: `output` `[B, T, HV, V]` in the dtype of `v`; `final_state`
     like `initial_state`, float32, or None unless asked for. Both are differentiable in every float argument, and
@@ -86,6 +91,7 @@ def chunk_kda(
         segment_ids=segment_ids,
         num_segments=num_segments,
         implementation=implementation,
+        sequence_axis=sequence_axis,
     )
 
 
@@ -105,6 +111,7 @@ def chunk_gdn(
     segment_ids: Int[Array, "B T"] | None = None,
     num_segments: int | None = None,
     implementation: Implementation | None = None,
+    sequence_axis: AxisName | None = None,
 ) -> DeltaRuleOutput:
     """Gated DeltaNet, in chunks: training and prefill.
 
@@ -130,6 +137,10 @@ def chunk_gdn(
       its initial state.
     - `num_segments`: S, static; taken from `initial_state` when that is given, needed to return final states.
     - `implementation`: None chooses (see `jfla.explain`); "pallas" and "xla" are taken as named and never fall back.
+    - `sequence_axis`: a mesh axis, inside `jax.shard_map`: the arrays are then this device's stretch of time, in the
+      order of the axis, and the result is that of the whole sequence, exact for every gate. `segment_ids` are numbered
+      over all devices: a segment may begin, go through several devices or end anywhere. `initial_state` is read on the
+      first device; `final_state` is the same on all.
 
     **Returns:** `DeltaRuleOutput(output, final_state)`: `output` `[B, T, HV, V]` in the dtype of `v`; `final_state`
     like `initial_state`, float32, or None unless asked for. Both are differentiable in every float argument, and
@@ -168,6 +179,7 @@ def chunk_gdn(
         segment_ids=segment_ids,
         num_segments=num_segments,
         implementation=implementation,
+        sequence_axis=sequence_axis,
     )
 
 

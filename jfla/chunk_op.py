@@ -18,8 +18,10 @@ from jfla.pallas.context import interpreted
 from jfla.pallas.heuristics import Dims, Schedule, dims_of, schedule_of_part
 from jfla.pallas.sm90 import chunk as sm90
 from jfla.parallel import dims
+from jfla.parallel.sequence import across_devices
 from jfla.parallel.sharding import compiler_partitioned
 from jfla.parallel.split import split_by
+from jfla.parallel.stretch import stretch_of
 from jfla.parallel.varying import vary_with
 from jfla.stages import IntraChunk, Residuals
 from jfla.types import DeltaRuleOutput, Inputs, Options
@@ -47,22 +49,32 @@ def _forward(
     for_backward: bool,
 ) -> tuple[DeltaRuleOutput, Residuals]:
     def kernels(inputs: Inputs) -> tuple[DeltaRuleOutput, Residuals]:
+        stretch = stretch_of(inputs, options)
+
         @split_by((dims.INPUTS,), (dims.OUTPUT, dims.RESIDUALS))
         def split(inputs: Inputs) -> tuple[DeltaRuleOutput, Residuals]:
             schedule = plan.schedule_for(inputs, options, whole)
-            return sm90.forward(inputs, options, schedule, for_backward=for_backward)
+            return sm90.forward(
+                inputs, options, schedule, for_backward=for_backward, stretch=stretch
+            )
 
         whole = dims_of(inputs)
-        return vary_with(split(inputs), *inputs[:5])
+        output, residuals = vary_with(split(inputs), *inputs[:5])
+        if stretch is not None and output.final_state is not None:
+            final = stretch.own(output.final_state[:, None])[:, 0]
+            output = output._replace(final_state=final)
+        return output, residuals
 
     if not plan.by_platform:
         return kernels(inputs)
 
     def portable(inputs: Inputs) -> tuple[DeltaRuleOutput, Residuals]:
-        output, _ = xla.forward(inputs, options)
+        output, own = xla.forward(inputs, options)
         _, residuals = jax.eval_shape(kernels, inputs)
-        unused = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), residuals)
-        return output, vary_with(unused, *inputs[:5])
+        unused = jax.tree.map(
+            lambda x: jnp.zeros(x.shape, x.dtype), residuals._replace(entered=None)
+        )
+        return output, vary_with(unused._replace(entered=own.entered), *inputs[:5])
 
     return lax.platform_dependent(inputs, cuda=kernels, default=portable)
 
@@ -81,17 +93,38 @@ def _backward(
             return sm90.backward(inputs, options, schedule, residuals, *d_output)
 
         whole = dims_of(inputs)
+        d = split(inputs, residuals, _own_final(residuals, d_output))
         # Outside, so that the partitioner sums the gradients of the gate's parameters over rows on other devices.
-        return gate_cotangents(inputs, options, split(inputs, residuals, d_output))
+        return gate_cotangents(inputs, options, _own_initial(inputs, residuals, d))
 
     if not plan.by_platform:
         return kernels(inputs, residuals, d_output)
 
     def portable(inputs: Inputs, residuals: Residuals, d_output: DeltaRuleOutput) -> Inputs:
-        _, pairs = xla.forward(inputs, options)
-        return xla.backward_of(inputs, options, pairs, d_output)
+        own = xla.Residuals(xla.pairs_of(inputs, options), residuals.entered)
+        return xla.backward_of(inputs, options, own, d_output)
 
     return lax.platform_dependent(inputs, residuals, d_output, cuda=kernels, default=portable)
+
+
+def _own_final(residuals: Residuals, d_output: DeltaRuleOutput) -> DeltaRuleOutput:
+    """With cotangents of those final states that are this device's."""
+    entered = residuals.entered
+    d_final = d_output.final_state
+    if entered is None or d_final is None:
+        return d_output
+    return d_output._replace(final_state=entered.stretch.own(d_final[:, None])[:, 0])
+
+
+def _own_initial(inputs: Inputs, residuals: Residuals, d: Inputs) -> Inputs:
+    """Without the cotangent of a state that another device handed over."""
+    entered = residuals.entered
+    if entered is None or d.initial_state is None:
+        return d
+    if inputs.initial_state is None:
+        return d._replace(initial_state=None)
+    d_initial = entered.stretch.without_entering(d.initial_state[:, None])
+    return d._replace(initial_state=d_initial[:, 0])
 
 
 def _name(residuals: Residuals) -> Residuals:
@@ -101,7 +134,13 @@ def _name(residuals: Residuals) -> Residuals:
     checkpoints = residuals.state_checkpoints
     if checkpoints is not None:
         checkpoints = checkpoint_name(checkpoints, "jfla_states")
-    return Residuals(IntraChunk(a_qk, a_inv), checkpoints)
+    entered = residuals.entered
+    if entered is not None:
+        entered = xla.name_entered(entered)
+    split_r = residuals.split_r
+    if split_r is not None:
+        split_r = checkpoint_name(split_r, "jfla_state_map")
+    return Residuals(IntraChunk(a_qk, a_inv), checkpoints, entered, split_r)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,4 +175,4 @@ def _chunk(inputs: Inputs, options: Options, plan: Plan) -> DeltaRuleOutput:
     return differentiable(_Rule(options, plan), inputs)
 
 
-run = compiler_partitioned(jax.jit(_chunk, static_argnames=("options", "plan")))
+run = compiler_partitioned(across_devices(jax.jit(_chunk, static_argnames=("options", "plan"))))

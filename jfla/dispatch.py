@@ -9,6 +9,7 @@ from jfla._inputs.validate import DEFAULTS, validate, validate_recurrent
 from jfla.pallas import support
 from jfla.pallas.context import interpreting, target
 from jfla.pallas.heuristics import decode_v_block, dims_of, schedule
+from jfla.parallel.explicit_time import split_by_type
 from jfla.types import OPS, DeltaRuleOutput, Form, Implementation, Inputs, Op, Options
 
 _LOG = logging.getLogger("jfla")
@@ -127,9 +128,13 @@ def _validated(
 def run(op: Op, form: Form, *args: Any, **kwargs: Any) -> DeltaRuleOutput:
     """Validates a call of a public op, chooses, logs the choice and runs it."""
     inputs, options, wanted = _validated(op, form, args, kwargs)
-    choice = choose(form, inputs, options, wanted)
-    _LOG.debug("%s", choice)
-    return _RUNNERS[form, choice.implementation](inputs, options, choice)
+
+    def chosen(inputs: Inputs, options: Options) -> DeltaRuleOutput:
+        choice = choose(form, inputs, options, wanted)
+        _LOG.debug("%s", choice)
+        return _RUNNERS[form, choice.implementation](inputs, options, choice)
+
+    return (split_by_type(chosen) if form == "chunk" else chosen)(inputs, options)
 
 
 def _chunk_xla(inputs: Inputs, options: Options, choice: Choice) -> DeltaRuleOutput:

@@ -18,6 +18,7 @@ from typing import NamedTuple, Protocol
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jfla.parallel.stretch import Entered
 from jfla.types import CHUNK, Inputs, Options
 
 
@@ -131,6 +132,9 @@ class Residuals(NamedTuple):
 
     intra: IntraChunk
     state_checkpoints: Float[Array, "B HV spans V K"] | None  # S^T where the spans of time begin
+    # Where time is split over devices, and R of the spans that a device scans side by side.
+    entered: Entered | None = None
+    split_r: Float[Array, "B HV splits K K"] | None = None
 
 
 class Stages(Protocol):

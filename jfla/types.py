@@ -16,6 +16,7 @@ from jfla.gates import Gate
 
 Implementation = Literal["pallas", "xla"]
 Form = Literal["chunk", "recurrent"]
+AxisName = str | tuple[str, ...]  # of a mesh
 
 CHUNK = 64
 
@@ -97,6 +98,7 @@ class Options:
     return_final_state: bool
     num_segments: int | None
     return_states: bool = False  # the final state is that after every token
+    sequence_axis: AxisName | None = None  # over whose devices time is split: see jfla.parallel
 
     @property
     def per_segment_state(self) -> bool:

@@ -38,10 +38,11 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
     install_import_hook(_CHECKED, "beartype.beartype")
     from jfla import gates
+    from jfla.parallel.stretch import Stretch
 
-    for gate in (gates.SoftplusGate, gates.SigmoidGate):
-        gate.__init__ = (
-            gate.__init__.__wrapped__
+    for pytree in (gates.SoftplusGate, gates.SigmoidGate, Stretch):
+        pytree.__init__ = (
+            pytree.__init__.__wrapped__
         )  # JAX builds pytrees with placeholders in the place of arrays
 
 

@@ -13,7 +13,7 @@ from jax import Array
 from jax.core import Tracer
 
 from jfla.gates import Gate, SigmoidGate, SoftplusGate
-from jfla.types import Inputs, Op, Options
+from jfla.types import AxisName, Inputs, Op, Options
 
 _NAMES = (None, "pallas", "xla")
 
@@ -28,6 +28,7 @@ DEFAULTS: dict[str, Any] = {
     "segment_ids": None,
     "num_segments": None,
     "implementation": None,
+    "sequence_axis": None,
 }
 
 
@@ -48,6 +49,7 @@ def validate(
     segment_ids: Array | None,
     num_segments: int | None,
     implementation: str | None,
+    sequence_axis: AxisName | None = None,
 ) -> tuple[Inputs, Options]:
     """The arguments of `op` as Inputs and Options. Raises ValueError naming the argument at fault."""
     static = {
@@ -56,6 +58,7 @@ def validate(
     }  # fmt: skip
     _check_static(static)
     _check_gate_type(gate)
+    _check_sequence_axis(sequence_axis)
 
     needed = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
     optional = {"initial_state": initial_state, "segment_ids": segment_ids}
@@ -83,6 +86,7 @@ def validate(
         qk_norm=bool(qk_norm),
         return_final_state=bool(return_final_state),
         num_segments=int(num_segments) if num_segments is not None and states else None,
+        sequence_axis=sequence_axis,
     )
     if gate is not None:
         gate = dataclasses.replace(
@@ -145,6 +149,17 @@ def _check_static(static: dict[str, Any]) -> None:
         rule, holds = _STATIC_RULES[name]
         if not holds(x):
             raise ValueError(f"{name} must be {rule}, got {x!r}")
+
+
+def _check_sequence_axis(axis: Any) -> None:
+    """An axis over which shard_map has split the arrays: elsewhere nobody has only a stretch of time."""
+    names = axis if isinstance(axis, tuple) else (axis,)
+    split = jax.sharding.get_abstract_mesh().manual_axes
+    if axis is not None and not set(names) <= set(split):
+        raise ValueError(
+            "sequence_axis must be None or an axis of the shard_map around the call "
+            f"({', '.join(map(repr, split)) or 'there is none'}), got {axis!r}"
+        )
 
 
 def _check_gate_type(gate: Any) -> None:

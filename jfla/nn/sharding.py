@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from flax.core.spmd import get_logical_axis_rules
 from jax import Array
@@ -20,6 +21,7 @@ from jfla.gates import Gate
 from jfla.types import DeltaRuleOutput
 
 BATCH = "batch"
+TIME = "time"
 EMBED = "embed"
 HEADS = "heads"
 MLP = "mlp"
@@ -93,11 +95,14 @@ def delta_rule(
     gate: Gate | None,
     initial_state: Array | None,
     segment_ids: Array | None,
+    *,
+    split_time: bool,
 ) -> DeltaRuleOutput:
-    """`op` on q, k, v, g, beta; under a mesh every device runs it on its own rows and heads.
+    """`op` on q, k, v, g, beta; under a mesh every device runs it on its own rows, heads and time.
 
-    The compiler cannot partition a kernel by itself, and rows and heads are independent: there is
-    no communication.
+    The compiler cannot partition a kernel by itself. Rows and heads are independent; from one
+    stretch of time to the next goes the state, which an op that takes `sequence_axis` hands on
+    (`split_time`).
     """
 
     def local(
@@ -106,23 +111,77 @@ def delta_rule(
         initial_state: Array | None,
         segment_ids: Array | None,
     ) -> tuple[Array, Array | None]:
-        out = op(*arrays, gate=gate, initial_state=initial_state, segment_ids=segment_ids)
+        stretch = {} if time is None else {"sequence_axis": time}
+        states = {"initial_state": initial_state, "segment_ids": segment_ids}
+        out = op(*arrays, gate=gate, **states, **stretch)
         return out.output, out.final_state
 
     q, _, v, *_ = arrays
     batch = _dividing(_mesh_axis(BATCH), q.shape[0])
     heads = _dividing(_mesh_axis(HEADS), q.shape[2], v.shape[2])
-    if batch is None and heads is None:
+    time = time_axis(q.shape[1]) if split_time else None
+    if batch is None and heads is None and time is None:
         return DeltaRuleOutput(*local(arrays, gate, initial_state, segment_ids))
-    by_head = P(batch, None, heads)
+    by_head = P(batch, time, heads)
     by_state = P(batch, heads)
     run = jax.shard_map(
         local,
-        in_specs=(by_head, P(heads), by_state, P(batch)),
+        in_specs=(by_head, P(heads), by_state, P(batch, time)),
         out_specs=(by_head, by_state),
         check_vma=False,
     )
     return DeltaRuleOutput(*run(arrays, gate, initial_state, segment_ids))
+
+
+def time_axis(length: int) -> MeshAxis:
+    """The mesh axis over which an axis of time of that length is split, else None."""
+    return _dividing(_mesh_axis(TIME), length)
+
+
+def with_tokens_before(
+    function: Callable[[Array, Array, Array | None], Array],
+    x: Array,
+    kernel: Array,
+    segment_ids: Array | None,
+    tail: Array,
+) -> Array:
+    """`function(x, kernel, ids)` of tokens, heads and channels, with the tokens of `tail` in front.
+
+    x is `[B, T, H, K]`, kernel `[W, H, K]`, the result `[B, T, H, K]`. Where time is split over
+    devices, what comes before a stretch is the end of the one before it, which its device sends.
+    """
+    past = tail.shape[1]
+
+    def local(x: Array, kernel: Array, ids: Array | None, tail: Array) -> Array:
+        padded = _after(tail.astype(x.dtype), x, time)
+        if ids is not None:
+            ids = _after(jnp.repeat(ids[:, :1], past, axis=1), ids, time)
+        return function(padded, kernel, ids)
+
+    length = x.shape[1]
+    time = time_axis(length)
+    if time is None or length // _size(time) < past:
+        time = None
+        return local(x, kernel, segment_ids, tail)
+    batch = _dividing(_mesh_axis(BATCH), x.shape[0])
+    heads = _dividing(_mesh_axis(HEADS), x.shape[2])
+    tokens = P(batch, time, heads)
+    run = jax.shard_map(
+        local,
+        in_specs=(tokens, P(None, heads), P(batch, time), P(batch, None, heads)),
+        out_specs=tokens,
+        check_vma=False,
+    )
+    return run(x, kernel, segment_ids, tail)
+
+
+def _after(first: Array, x: Array, axis: MeshAxis) -> Array:
+    """x behind `first`, or behind as many tokens from the end of x on the device before."""
+    if axis is not None:
+        pairs = [(i, i + 1) for i in range(jax.lax.axis_size(axis) - 1)]
+        before = jax.lax.ppermute(x[:, x.shape[1] - first.shape[1] :], axis, pairs)
+        first = jnp.where(jax.lax.axis_index(axis) == 0, first, before)
+    return jnp.concatenate([first, x], axis=1)
 
 
 def _dividing(mesh_axis: MeshAxis, *lengths: int) -> MeshAxis:

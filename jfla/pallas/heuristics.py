@@ -52,6 +52,7 @@ class Schedule:
     overlap_v_block: int  # the same where the intra-chunk kernel runs beside the scan
     overlap_ctas: int  # CTAs of the intra-chunk kernel beside the scan; 0: it runs before
     time_splits: int  # spans of time that are scanned side by side
+    stretch_splits: int  # the same, where time is split over devices as well
     num_spans: int  # spans of time that the backward takes one after the other; 0: all at once
     intra_wgs: int  # warpgroups of a CTA of the intra-chunk kernel that take chunks of their own
 
@@ -77,6 +78,7 @@ def schedule(
         overlap_v_block=overlap_v_block,
         overlap_ctas=overlap_ctas,
         time_splits=time_splits(dims, num_sms),
+        stretch_splits=stretch_splits(dims, num_sms),
         num_spans=num_spans(op, dims, num_sms),
         intra_wgs=intra_wgs(op, dims.key_dim),
     )
@@ -151,6 +153,13 @@ def time_splits(dims: Dims, num_sms: int) -> int:
     ctas = dims.sequences * (dims.value_dim // 64)
     splits = min(num_sms // (2 * ctas), dims.n_chunks // MIN_SPLIT_CHUNKS, MAX_TIME_SPLITS)
     return splits if splits >= MIN_TIME_SPLITS and dims.key_dim == dims.value_dim else 1
+
+
+def stretch_splits(dims: Dims, num_sms: int) -> int:
+    """`time_splits` of a device's stretch of a sequence, whose map is needed anyway: as the GPU has room."""
+    ctas = dims.sequences * (dims.value_dim // 64)
+    splits = min(num_sms // ctas, dims.n_chunks // MIN_SPLIT_CHUNKS, MAX_TIME_SPLITS)
+    return max(splits, 1)
 
 
 def num_spans(op: Op, dims: Dims, num_sms: int) -> int:

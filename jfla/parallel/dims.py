@@ -32,4 +32,6 @@ RESIDUALS = _named(
     Residuals,
     intra=_named(IntraChunk, a_qk="B HV N C C", a_inv="B HV N C C"),
     state_checkpoints="B HV spans V K",
+    entered=None,  # inside shard_map, where nothing is split
+    split_r=None,
 )

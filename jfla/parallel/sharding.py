@@ -23,7 +23,7 @@ def compiler_partitioned(run: Run) -> Run:
 
     @functools.wraps(run)
     def partitioned(inputs: Inputs, options: Options, *static: Any) -> DeltaRuleOutput:
-        mesh = _explicit_mesh(inputs)
+        mesh = explicit_mesh(inputs)
         if mesh is None:
             return run(inputs, options, *static)
         output = jax.typeof(inputs.v).sharding.spec
@@ -44,7 +44,7 @@ def compiler_partitioned(run: Run) -> Run:
     return partitioned
 
 
-def _explicit_mesh(inputs: Inputs) -> AbstractMesh | None:
+def explicit_mesh(inputs: Inputs) -> AbstractMesh | None:
     """The mesh with explicit axes around the call, or that on which its arrays lie; None where there is neither."""
     meshes = [
         jax.sharding.get_abstract_mesh(),

@@ -63,6 +63,22 @@ def dstate_scan(
     return DstatesAndValues(dstates, y, d_initial)
 
 
+def dstate_at_start(
+    x: ChunkInputs,
+    d_final: Carried,
+    pairs: Pairs,
+    do: Values,
+    chunk_at_a_time: bool,
+) -> Carried:
+    """dS at the start of time alone."""
+
+    def stages(dstate: Carried, xs: tuple[ChunkInputs, Pairs, Values]) -> tuple[Carried, None]:
+        x, pairs, do = xs
+        return dstate_scan(x, dstate, decayed_qk(x), pairs, do).d_initial, None
+
+    return over_chunks(stages, d_final, (x, pairs, do), chunk_at_a_time, reverse=True)[0]
+
+
 class TokenGrads(NamedTuple):
     """Cotangents of q (scaled), k, v, g and beta of every chunk, as `ChunkInputs` has them."""
 

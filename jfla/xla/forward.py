@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from jfla._inputs.chunking import ChunkInputs
 from jfla.packing import read_slot, write_slot
+from jfla.parallel.varying import vary_with
 from jfla.stages import DecayedQK
 from jfla.xla.decayed_dot import decayed_dot
 from jfla.xla.running_sums import sum_after, sum_before
@@ -77,6 +78,35 @@ def state_scan(x: ChunkInputs, initial: Carried, qk: DecayedQK, pairs: Pairs) ->
     xs = (qk.k_from_start, qk.k_to_end, qk.chunk_decay, x.v, x.beta, pairs.inverse, x.slot)
     final, (states, error, v_new) = lax.scan(chunk, initial, xs)
     return StatesAndValues(states, error, v_new, final)
+
+
+def state_map(
+    x: ChunkInputs,
+    initial: Carried,
+    slots: tuple[Int[Array, " B"], Int[Array, " B"]],
+    pairs: Pairs,
+    chunk_at_a_time: bool,
+) -> tuple[Float[Array, "B HV K K"], Float[Array, "B HV K V"]]:
+    """R and C of all chunks: what the first slot becomes in the last one, and what is there from these states.
+
+    R is what the tokens make of the identity when they write no values, so it is columns of the same scan.
+    """
+    first_slot, last_slot = slots
+    key_dim = initial.shape[-2]
+    unwritten = jnp.zeros((*initial.shape[:-1], key_dim), initial.dtype)
+    identity = jnp.broadcast_to(jnp.eye(key_dim, dtype=initial.dtype), unwritten[:, 0].shape)
+    both = jnp.concatenate([write_slot(unwritten, first_slot, identity), initial], axis=-1)
+    both = vary_with(both, x.k)
+
+    def stages(states: Carried, xs: tuple[ChunkInputs, Pairs]) -> tuple[Carried, None]:
+        x, pairs = xs
+        values = jnp.pad(x.v, [(0, 0)] * (x.v.ndim - 1) + [(key_dim, 0)])
+        *_, states = state_scan(x._replace(v=values), states, decayed_qk(x), pairs)
+        return states, None
+
+    states, _ = over_chunks(stages, both, (x, pairs), chunk_at_a_time)
+    last = read_slot(states, last_slot)
+    return last[..., :key_dim], last[..., key_dim:]
 
 
 def outputs(qk: DecayedQK, pairs: Pairs, states: States, v_new: Values) -> Values:

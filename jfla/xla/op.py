@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +12,19 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jfla._inputs.chunking import ChunkInputs, from_chunks, prepare_chunks
 from jfla.linear_rule import differentiable
+from jfla.parallel.sequence import across_devices
 from jfla.parallel.sharding import compiler_partitioned
+from jfla.parallel.stretch import Entered, stretch_of
 from jfla.types import DeltaRuleOutput, Inputs, Options
-from jfla.xla.backward import backward
-from jfla.xla.forward import Carried, Pairs, intra_over_chunks, output_scan
+from jfla.xla.backward import backward, dstate_at_start
+from jfla.xla.forward import Carried, Pairs, intra_over_chunks, output_scan, state_map
+
+
+class Residuals(NamedTuple):
+    """What the forward leaves for the backward beside the inputs."""
+
+    pairs: Pairs
+    entered: Entered | None  # where time is split over devices
 
 
 def _by_platform(stages: Callable, *args: Any) -> Any:
@@ -33,26 +42,36 @@ def forward(
     inputs: Inputs,
     options: Options,
     run: Callable = _by_platform,
-) -> tuple[DeltaRuleOutput, Pairs]:
-    """The output, and a_qk and the inverse [N, B, HV, C, C]. `run` says whether chunks go one at a time."""
+) -> tuple[DeltaRuleOutput, Residuals]:
+    """The output, and what the backward needs. `run` says whether chunks go one at a time."""
     with jax.named_scope("jfla_chunk_forward"), jax.default_matmul_precision("highest"):
         x, initial = prepare_chunks(inputs, options)
         intra = functools.partial(intra_over_chunks, scalar_gate=options.op.scalar_gate)
         pairs = name_residuals(run(intra, x))
+        stretch = stretch_of(inputs, options)
+        entered = None
+        if stretch is not None:
+            slots = (stretch.first, stretch.last)
+            entered = stretch.enter(initial, lambda states: run(state_map, x, states, slots, pairs))
+            entered = name_entered(entered)
+            initial = entered.states
         output, final = run(output_scan, x, initial, pairs)
+        if stretch is not None:
+            final = stretch.own(final)
         output = from_chunks(output, inputs, options)
-        if not options.return_final_state:
-            return DeltaRuleOutput(output, None), pairs
-        return DeltaRuleOutput(output, final if options.per_segment_state else final[:, 0]), pairs
+        final = final if options.per_segment_state else final[:, 0]
+        kept = Residuals(pairs, entered)
+        return DeltaRuleOutput(output, final if options.return_final_state else None), kept
 
 
 def backward_of(
     inputs: Inputs,
     options: Options,
-    pairs: Pairs,
+    residuals: Residuals,
     d_output: DeltaRuleOutput,
 ) -> Inputs:
     """Cotangents of the inputs."""
+    pairs, entered = residuals
 
     def prepared(differentiable: Inputs) -> tuple[tuple[ChunkInputs, Carried], Any]:
         inputs_with_ids = differentiable._replace(segment_ids=inputs.segment_ids)
@@ -69,14 +88,34 @@ def backward_of(
         if d_output.final_state is not None:
             d_final = d_final + d_output.final_state.reshape(initial.shape)
         stages = functools.partial(backward, scalar_gate=options.op.scalar_gate)
-        (cotangents,) = adjoint(_by_platform(stages, x, initial, pairs, do, d_final))
-        return cotangents
+        if entered is None:
+            (cotangents,) = adjoint(_by_platform(stages, x, initial, pairs, do, d_final))
+            return cotangents
+        stretch = entered.stretch
+        at_start = lambda d_final: _by_platform(dstate_at_start, x, d_final, pairs, do)
+        d_final = stretch.leave(stretch.own(d_final), entered.r, at_start)
+        dx, d_initial = _by_platform(stages, x, entered.states, pairs, do, d_final)
+        return adjoint((dx, stretch.without_entering(d_initial)))[0]
+
+
+def pairs_of(inputs: Inputs, options: Options) -> Pairs:
+    """a_qk and the inverse alone."""
+    with jax.named_scope("jfla_chunk_forward"), jax.default_matmul_precision("highest"):
+        x, _ = prepare_chunks(inputs, options)
+        intra = functools.partial(intra_over_chunks, scalar_gate=options.op.scalar_gate)
+        return _by_platform(intra, x)
 
 
 def name_residuals(pairs: Pairs) -> Pairs:
     """For `jax.checkpoint_policies.save_only_these_names`."""
     a_qk = checkpoint_name(pairs.a_qk, "jfla_a_qk")
     return Pairs(a_qk, checkpoint_name(pairs.inverse, "jfla_inverse"))
+
+
+def name_entered(entered: Entered) -> Entered:
+    """For the same: what would have to go over the network again."""
+    states = checkpoint_name(entered.states, "jfla_entering_state")
+    return entered._replace(states=states, r=checkpoint_name(entered.r, "jfla_state_map"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,10 +127,10 @@ class _Rule:
     def primal(self, inputs: Inputs) -> DeltaRuleOutput:
         return forward(inputs, self.options)[0]
 
-    def forward(self, inputs: Inputs) -> tuple[DeltaRuleOutput, Pairs]:
+    def forward(self, inputs: Inputs) -> tuple[DeltaRuleOutput, Residuals]:
         return forward(inputs, self.options)
 
-    def backward(self, inputs: Inputs, residuals: Pairs, d_output: DeltaRuleOutput) -> Inputs:
+    def backward(self, inputs: Inputs, residuals: Residuals, d_output: DeltaRuleOutput) -> Inputs:
         return backward_of(inputs, self.options, residuals, d_output)
 
     def plain(self, inputs: Inputs) -> DeltaRuleOutput:
@@ -107,5 +146,5 @@ def plain(inputs: Inputs, options: Options) -> DeltaRuleOutput:
     return forward(inputs, options, _all_at_once)[0]
 
 
-run = compiler_partitioned(jax.jit(_chunk, static_argnames="options"))
+run = compiler_partitioned(across_devices(jax.jit(_chunk, static_argnames="options")))
 run_without_vjp = compiler_partitioned(jax.jit(plain, static_argnames="options"))

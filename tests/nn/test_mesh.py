@@ -1,5 +1,6 @@
 """On a mesh of two by four devices: one training step as on one device, and no array gathered around the op."""
 
+import collections
 import re
 
 import jax
@@ -28,9 +29,9 @@ def mesh(kind=AxisType.Auto):
     return jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind, kind))
 
 
-def make(op):
+def make(op, heads=4):
     config = jfla.nn.DeltaLMConfig(
-        vocab_size=VOCAB, hidden_size=32, num_layers=2, num_heads=4, head_dim=8, num_value_heads=8, op=op,
+        vocab_size=VOCAB, hidden_size=32, num_layers=2, num_heads=heads, head_dim=8, num_value_heads=2 * heads, op=op,
         attention_layers=(1,), intermediate_size=64,
     )  # fmt: skip
     model = jfla.nn.DeltaLM(config, rngs=nnx.Rngs(0))
@@ -79,6 +80,93 @@ def test_one_step_is_that_of_one_device():
     assert not re.findall(
         r".*\b(?:all-gather|all-to-all|collective-permute)(?:-start)?\(.*", compiled
     )
+
+
+TIME_RULES = (*RULES, ("time", "sequence"))
+
+
+def mesh_with_time(*shape):
+    axes = ("data", "sequence", "model")
+    return jax.make_mesh(shape, axes, axis_types=(AxisType.Auto,) * 3)
+
+
+def moved(compiled):
+    """(kind, shape of the result) of what goes from device to device, all-reduces apart."""
+    kinds = "all-gather|all-to-all|collective-permute|reduce-scatter"
+    return collections.Counter(
+        (kind, tuple(map(int, shape.split(","))))
+        for shape, kind in re.findall(rf"= \w+\[([\d,]*)\]\S* ({kinds})(?:-start)?\(", compiled)
+    )
+
+
+def value_and_grads(model, tokens, segment_ids):
+    def loss(model):
+        return jfla.nn.next_token_loss(model(tokens, segment_ids), tokens, segment_ids)
+
+    return nnx.value_and_grad(loss)(model)
+
+
+@pytest.mark.parametrize(
+    ("op", "shape", "lengths"),
+    [
+        ("gdn", (2, 2, 2), (25, 10, 24, 5)),  # the second crosses the border; 5 of padding
+        pytest.param("kda", (1, 4, 2), None, marks=pytest.mark.slow),
+    ],
+)
+def test_loss_and_gradients_of_one_device_with_time_split(op, shape, lengths):
+    """Data x sequence x model. What moves: states' maps, convolutions' last tokens, keys and values, and ids."""
+    batch, time, heads = 4, 64, 2
+    tokens = jax.random.randint(jax.random.key(0), (batch, time), 0, VOCAB)
+    ids = None
+    if lengths is not None:
+        ids = np.tile(np.repeat((1, 2, 3, 0), lengths), (batch, 1)).astype(np.int32)
+    want_loss, want = nnx.jit(value_and_grads)(make(op, heads)[0], tokens, ids)
+    devices = mesh_with_time(*shape)
+    with jax.set_mesh(devices), nnx.logical_axis_rules(TIME_RULES):
+        spread = make(op, heads)[0]
+        by_time = jax.NamedSharding(devices, P("data", "sequence"))
+        arrays = jax.tree.map(lambda x: jax.device_put(x, by_time), (tokens, ids))
+        program = nnx.jit(value_and_grads).lower(spread, *arrays).compile()
+        loss, got = program(spread, *arrays)
+    np.testing.assert_allclose(loss, want_loss, rtol=1e-6)
+    flat = (nnx.to_flat_state(nnx.state(grads)) for grads in (got, want))
+    for (path, x), (_, y) in zip(*flat, strict=True):
+        assert rms_error(np.asarray(x[...]), np.asarray(y[...])) < 1e-5, path
+
+    rows, stretches, here = batch // shape[0], shape[1], heads // shape[2]
+    halos = {
+        ("collective-permute", (rows, 3, here, 8)): 4,
+        ("collective-permute", (rows, 3, 2 * here, 8)): 2,
+    }
+    maps = {("all-gather", (rows, 2 * here, stretches, 8, 16)): 2}
+    keys_and_values = {("all-gather", (rows, time, here, 16)): 2}
+    next_tokens = {("collective-permute", (rows, 1)): 1}
+    of_ids = {}
+    if ids is not None:
+        next_tokens = {("collective-permute", (rows, 1)): 2}
+        of_ids = {
+            ("collective-permute", (rows, 3)): 1,  # convolutions
+            ("all-gather", (stretches, 2, rows)): 1,  # the op
+            ("all-gather", (rows, time)): 1,  # attention's mask
+        }
+    found = {
+        (kind, tuple(sorted(shape))): count
+        for (kind, shape), count in moved(program.as_text()).items()
+    }
+    expected = halos | maps | keys_and_values | next_tokens | of_ids
+    assert found == {(kind, tuple(sorted(shape))): n for (kind, shape), n in expected.items()}
+
+
+@pytest.mark.slow
+def test_prompts_with_time_split_go_on_as_on_one_device():
+    """The caches that a prompt leaves, of rows of different lengths."""
+    prompt = jax.random.randint(jax.random.key(1), (BATCH, 32), 0, VOCAB)
+    ids = (jnp.arange(32)[None] < jnp.array([32, 20, 7, 1])[:, None]).astype(jnp.int32)
+    arguments = {"key": jax.random.key(0), "temperature": 0.0, "segment_ids": ids}
+    expected = make("kda")[0].generate(prompt, 3, **arguments)
+    with jax.set_mesh(mesh_with_time(1, 4, 2)), nnx.logical_axis_rules(TIME_RULES):
+        spread = make("kda")[0]
+        np.testing.assert_array_equal(spread.generate(prompt, 3, **arguments), expected)
 
 
 def test_decoding_on_a_mesh():

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import pytest
-from support.h200 import H200
 
 import jfla
+from benchmarks.h200 import H200
 
 
 def compile_for_h200(function: Callable[..., Any], *arguments: Any) -> None:

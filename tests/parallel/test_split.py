@@ -4,7 +4,7 @@ On simulated devices plain JAX stands in for the kernels, with their operands an
 device. For four H200s the kernels themselves are compiled.
 """
 
-import dataclasses
+import contextlib
 import functools
 import re
 from typing import Any
@@ -15,81 +15,22 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from support.h200 import H200
 from support.kernel_cases import (
     Call,
     error,
     inputs,
     main_and_rest,
     results,
-    validated,
 )
+from support.standin import op_of
 
 import jfla
-from jfla import chunk_op
-from jfla.gates import log_decay, write_strength
-from jfla.pallas.heuristics import Schedule, dims_of, schedule
+from benchmarks.h200 import H200
 from jfla.parallel.split import split_by
-from jfla.stages import IntraChunk, Residuals
-from jfla.types import DeltaRuleOutput, Inputs, Options
-from jfla.xla import op as xla
-from jfla.xla.forward import Pairs
+from jfla.types import DeltaRuleOutput
 
 COLLECTIVES = re.compile(r"\b(all-gather|all-to-all|collective-permute|all-reduce)(?:-start)?\(")
 MOVES = {"all-gather", "all-to-all", "collective-permute"}
-NUM_SMS = 7  # of no other test, with which the compiled function could be shared
-
-
-class Standin:
-    """`jfla.pallas.sm90.chunk` in plain JAX. `parts` is what v was of the calls that were traced."""
-
-    def __init__(self) -> None:
-        self.parts: list[tuple[int, ...]] = []
-
-    def forward(
-        self, inputs: Inputs, options: Options, schedule: Schedule, *, for_backward: bool
-    ) -> tuple[DeltaRuleOutput, Residuals]:
-        self.parts.append(inputs.v.shape)
-        output, pairs = xla.forward(inputs, options)
-        intra = IntraChunk(*(jnp.moveaxis(x, 0, 2) for x in pairs))
-        return output, Residuals(intra, None)
-
-    def backward(
-        self,
-        inputs: Inputs,
-        options: Options,
-        schedule: Schedule,
-        residuals: Residuals,
-        do: jax.Array,
-        d_final: jax.Array | None,
-    ) -> Inputs:
-        self.parts.append(inputs.v.shape)
-        pairs = Pairs(*(jnp.moveaxis(x, 2, 0) for x in residuals.intra))
-        decay = log_decay(inputs.g, inputs.gate)
-        beta = write_strength(inputs.beta, options.beta_max)
-        inputs = inputs._replace(g=decay, beta=beta, gate=None)
-        options = dataclasses.replace(options, beta_max=None)
-        d = xla.backward_of(inputs, options, pairs, DeltaRuleOutput(do, d_final))
-        return d._replace(segment_ids=None)
-
-
-@pytest.fixture
-def standin(monkeypatch) -> Standin:
-    if jax.device_count() < 8:
-        pytest.skip("needs 8 devices")
-    jax.clear_caches()
-    standin = Standin()
-    monkeypatch.setattr(chunk_op, "sm90", standin)
-    return standin
-
-
-def op_of(name: str) -> Any:
-    def op(*args: Any, **kwargs: Any) -> DeltaRuleOutput:
-        inputs, options = validated(name, *args, **kwargs)
-        usual = schedule(options.op, dims_of(inputs), NUM_SMS)
-        return chunk_op.run(inputs, options, chunk_op.Plan(usual))
-
-    return op
 
 
 def case(op: str, **changes: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -233,14 +174,17 @@ def described_on_four_h200s(op: str, time: int) -> dict[str, Any]:
 
 
 @pytest.mark.aot
+@pytest.mark.parametrize("context", [False, True], ids=["plain jit", "in set_mesh"])
 @pytest.mark.parametrize(("op", "implementation"), [("kda", "pallas"), ("gdn", None)])
-def test_kernels_compiled_for_four_gpus_move_no_activation(op, implementation):
+def test_kernels_compiled_for_four_gpus_move_no_activation(op, implementation, context):
     """Values and gradients: what goes over the network is the gradients of the gate's parameters."""
     arrays = described_on_four_h200s(op, time=256)
+    mesh = arrays["q"].sharding.mesh
     static = {"qk_norm": True, "beta_max": 1.0, "return_final_state": True}
     chunk = functools.partial(getattr(jfla, f"chunk_{op}"), implementation=implementation)
     program = jax.jit(lambda arrays: results(chunk, arrays, static))
-    with jfla.pallas.compiling_for("9.0"):
+    within = jax.set_mesh(mesh) if context else contextlib.nullcontext()
+    with jfla.pallas.compiling_for("9.0"), within:
         text = program.trace(arrays).lower().compile().as_text()
     assert set(COLLECTIVES.findall(text)) == {"all-reduce"}
     assert re.search(r"bf16\[1,256,2,64\]", text)  # a device's part of v

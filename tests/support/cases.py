@@ -220,7 +220,9 @@ FORMS = {
 }
 
 
-def call(config: Config, form: str, x: dict[str, Any], ids: Any) -> jfla.DeltaRuleOutput:
+def call(
+    config: Config, form: str, x: dict[str, Any], ids: Any, **arguments: Any
+) -> jfla.DeltaRuleOutput:
     """`form` of the op on inputs named as in `draw`."""
     c, gate = config, None
     if c.gate is not None:
@@ -230,6 +232,7 @@ def call(config: Config, form: str, x: dict[str, Any], ids: Any) -> jfla.DeltaRu
         *(x[name] for name in ("q", "k", "v", "g", "beta")),
         gate=gate, beta_max=c.beta_max, qk_norm=c.qk_norm, scale=c.scale, initial_state=x.get("initial_state"),
         return_final_state=c.final, segment_ids=ids, num_segments=c.segments, implementation="xla",
+        **arguments,
     )  # fmt: skip
 
 

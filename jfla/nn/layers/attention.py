@@ -22,7 +22,15 @@ from jfla.nn.layers.attention_cache import (
 )
 from jfla.nn.layers.norms import RMSNorm
 from jfla.nn.layers.projections import DTypes, Projection
-from jfla.nn.sharding import EMBED, HEADS, refuse_explicit
+from jfla.nn.sharding import (
+    BATCH,
+    EMBED,
+    HEADS,
+    TIME,
+    constrain,
+    refuse_explicit,
+    time_axis,
+)
 from jfla.types import SegmentIds
 
 Hidden = Float[Array, "B T D"]
@@ -85,7 +93,8 @@ class CausalAttention(nnx.Module):
 
     **Call:** as the delta-rule layers: `layer(x, segment_ids=None, cache=None)` with x `[B, T, D]`
     gives y `[B, T, D]`, and `(y, cache)` with a cache. Memory grows with T^2, and the cache of
-    `init_cache(batch, max_len)` holds at most `max_len` tokens per row.
+    `init_cache(batch, max_len)` holds at most `max_len` tokens per row. Under a mesh whose rules
+    name "time", each device has the queries of its stretch, and the keys and values of all.
 
     **Raises:** `ValueError` for sizes that do not fit, and when a call overruns the cache. Under
     `jit` the length of the cache is unknown: tokens that find no room are then not kept.
@@ -173,6 +182,10 @@ class CausalAttention(nnx.Module):
         q = self._placed(self.q_proj(x), self.q_norm, position)
         k = self._placed(self.k_proj(x), self.k_norm, position)
         v = self.v_proj(x)
+        if time_axis(time) is not None:
+            # First by time, or the compiler would gather what they are projected from.
+            q, k, v = (constrain(x, (BATCH, TIME, HEADS, None)) for x in (q, k, v))
+            k, v = (constrain(x, (BATCH, None, HEADS, None)) for x in (k, v))
         if cache is not None:
             sequence = sequence_numbers(cache, segment_ids, batch, time)
             cache = _extend(cache, k, v, position, sequence)

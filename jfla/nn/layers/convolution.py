@@ -7,7 +7,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jfla.gates import at_least_f32
-from jfla.nn.sharding import HEADS, partitioned
+from jfla.nn.sharding import HEADS, partitioned, with_tokens_before
 from jfla.types import SegmentIds
 
 Tail = Float[Array, "B W_minus_1 H K"]
@@ -48,12 +48,8 @@ class ShortConvolution(nnx.Module):
     ) -> tuple[Float[Array, "B T H K"], Tail]:
         """The activated convolution, and the last W - 1 inputs of each row's last sequence."""
         before = self.init_tail(x.shape[0]) if tail is None else tail
-        past = before.shape[1]
-        padded = jnp.concatenate([before.astype(x.dtype), x], axis=1)
-        ids = None
-        if segment_ids is not None:
-            ids = jnp.pad(segment_ids, ((0, 0), (past, 0)), mode="edge")
-        return _convolve(padded, self.kernel[...], ids), _new_tail(padded, ids, past)
+        y = with_tokens_before(_convolve, x, self.kernel[...], segment_ids, before)
+        return y, _new_tail(x, segment_ids, before)
 
 
 @jax.checkpoint  # the sums are float32 and cheap: the backward computes them again from x
@@ -79,11 +75,12 @@ def _zero_unless(keep: Bool[Array, "B T"], x: Float[Array, "B T H K"]) -> Float[
     return jnp.where(keep[:, :, None, None], x, 0)
 
 
-def _new_tail(
-    x: Float[Array, "B T_past H K"], ids: Int[Array, "B T_past"] | None, past: int
-) -> Tail:
+def _new_tail(x: Float[Array, "B T H K"], ids: SegmentIds | None, before: Tail) -> Tail:
+    past = before.shape[1]
+    x = jnp.concatenate([before.astype(x.dtype), x], axis=1)
     if ids is None:
         return x[:, x.shape[1] - past :]
+    ids = jnp.pad(ids, ((0, 0), (past, 0)), mode="edge")
     # Padding stands at the end, so the tokens of a row are a prefix of it. The tail ends with the
     # last of them and begins among the inputs of earlier calls where there are too few.
     num_tokens = jnp.sum(ids[:, past:] != 0, axis=1)[:, None]

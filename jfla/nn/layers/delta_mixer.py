@@ -97,8 +97,9 @@ _SHARED_DOC = """
     **Raises:** `ValueError` for sizes that do not fit.
 
     Every parameter carries logical axis names ("embed", "heads"); see
-    `flax.nnx.logical_axis_rules`. Under a mesh whose rules name "batch" and "heads", each device
-    runs the op on its own rows and heads. Both H and HV must then be multiples of that mesh axis.
+    `flax.nnx.logical_axis_rules`. Under a mesh whose rules name "batch", "time" and "heads", each
+    device runs the op on its own rows, stretch of time and heads. Both H and HV must then be
+    multiples of the heads' mesh axis; what another does not divide is whole on every device.
 """
 
 
@@ -254,14 +255,15 @@ class DeltaMixer(nnx.Module):
         gate = self._gate()
         if state is None or segment_ids is None:
             op = functools.partial(op, beta_max=self.beta_max)
-            return delta_rule(op, arrays, gate, state, segment_ids)
+            return delta_rule(op, arrays, gate, state, segment_ids, split_time=not recurrent)
         # The op keeps a state per segment; here one goes in at the front and one comes out at the
         # back, so the segments' borders become decays that empty the state.
         q, k, v, decay_input, logits = arrays
         g = log_decay(decay_input.reshape(*logits.shape, -1), gate).reshape(decay_input.shape)
         beta = write_strength(logits, self.beta_max)
         g, beta = _with_borders(g, beta, segment_ids)
-        out = delta_rule(op, (q, k, v, g, beta), None, state, None)
+        arrays = (q, k, v, g, beta)
+        out = delta_rule(op, arrays, None, state, None, split_time=not recurrent)
         return out._replace(output=_zero_unless(segment_ids > 0, out.output))
 
 

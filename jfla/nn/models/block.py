@@ -14,7 +14,7 @@ from jfla.nn.layers.moe import MixtureOfExperts, MoEOptions
 from jfla.nn.layers.norms import RMSNorm
 from jfla.nn.layers.projections import DTypes, SwiGLU
 from jfla.nn.models.config import AttentionSpec, GDNSpec, KDASpec, LatentSpec, LayerSpec, MixerSpec
-from jfla.nn.sharding import BATCH, constrain
+from jfla.nn.sharding import BATCH, TIME, constrain
 from jfla.types import Implementation, SegmentIds
 
 Hidden = Float[Array, "B T D"]
@@ -56,13 +56,13 @@ class Block(nnx.Module):
     ) -> tuple[Hidden, LayerCache | None]:
         if self.norm_after:
             y, cache = self.mixer.mix(x, segment_ids, cache)
-            x = constrain(x + self.mixer_norm(y), (BATCH, None, None))
+            x = constrain(x + self.mixer_norm(y), (BATCH, TIME, None))
             y = self.mlp_norm(self.mlp(x))
         else:
             y, cache = self.mixer.mix(self.mixer_norm(x), segment_ids, cache)
-            x = constrain(x + y, (BATCH, None, None))
+            x = constrain(x + y, (BATCH, TIME, None))
             y = self.mlp(self.mlp_norm(x))
-        return constrain(x + y, (BATCH, None, None)), cache
+        return constrain(x + y, (BATCH, TIME, None)), cache
 
     def init_cache(self, batch: int, max_len: int) -> LayerCache:
         """The mixer's cache before the first token."""

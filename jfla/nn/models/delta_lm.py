@@ -21,7 +21,7 @@ from jfla.nn.models.config import (
     ModelConfig,
 )
 from jfla.nn.models.generate import generate, sampling
-from jfla.nn.sharding import BATCH, EMBED, VOCAB, annotated, constrain, refuse_explicit
+from jfla.nn.sharding import BATCH, EMBED, TIME, VOCAB, annotated, constrain, refuse_explicit
 from jfla.types import Implementation, SegmentIds
 
 Tokens = Int[Array, "B T"]
@@ -152,13 +152,15 @@ class DeltaLM(nnx.Module):
     and without a cache.
 
     **Meshes:** parameters carry the axis names "embed", "heads", "mlp" and "vocab", activations
-    "batch". Where rules say what they stand for, the model is made, trained and sampled in that
-    layout; the mesh's axes must be `Auto`:
+    "batch" and "time". Where rules say what they stand for, the model is made, trained and sampled
+    in that layout: by time each device has a stretch of every sequence, and layers hand on what the
+    next stretch needs. The mesh's axes must be `Auto`:
 
-        auto = (jax.sharding.AxisType.Auto,) * 2
-        mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=auto)
-        rules = (("batch", "data"), ("heads", "model"), ("mlp", "model"), ("vocab", "model"))
-        with jax.set_mesh(mesh), nnx.logical_axis_rules((*rules, ("embed", None))):
+        auto = (jax.sharding.AxisType.Auto,) * 3
+        mesh = jax.make_mesh((2, 2, 2), ("data", "sequence", "model"), axis_types=auto)
+        rules = (("heads", "model"), ("mlp", "model"), ("vocab", "model"), ("embed", None))
+        rules += (("batch", "data"), ("time", "sequence"))
+        with jax.set_mesh(mesh), nnx.logical_axis_rules(rules):
             model = DeltaLM(config, rngs=nnx.Rngs(0))
 
     **Raises:** `ValueError` for sizes that do not fit, and for arrays over explicit mesh axes.
@@ -251,7 +253,7 @@ class DeltaLM(nnx.Module):
     def _embedded(self, tokens: Tokens) -> Hidden:
         refuse_explicit("tokens", tokens)
         x = self.embed(tokens).astype(self.config.dtype)
-        return constrain(x, (BATCH, None, None))
+        return constrain(x, (BATCH, TIME, None))
 
     def _without_cache(self, x: Hidden, segment_ids: SegmentIds | None) -> Iterator[Hidden]:
         """What leaves each block."""

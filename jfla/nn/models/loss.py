@@ -28,10 +28,15 @@ def next_token_loss(
     >>> print(next_token_loss(jnp.zeros((1, 3, 8)), jnp.array([[1, 2, 3]])).round(4))  # log 8
     2.0794
     """
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens[:, 1:])
-    keep = jnp.ones(losses.shape, bool) if mask is None else mask[:, 1:]
+    # The logits stay whole: they may be split over devices by time, where a slice would move them.
+    next_token = lambda x: jnp.roll(x, -1, axis=1)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, next_token(tokens))
+    keep = jnp.arange(tokens.shape[1])[None] < tokens.shape[1] - 1
+    if mask is not None:
+        keep = keep & next_token(mask)
     if segment_ids is not None:
-        target = segment_ids[:, 1:]
-        keep = keep & (target == segment_ids[:, :-1]) & (target != 0)
+        target = next_token(segment_ids)
+        keep = keep & (target == segment_ids) & (target != 0)
+    keep = jnp.broadcast_to(keep, losses.shape)
     total = jnp.sum(jnp.where(keep, losses, 0))
     return total / jnp.maximum(jnp.sum(keep), 1)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.core import eval_jaxpr
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -69,10 +70,20 @@ def launch(
         kernel_name=name,
         **extra,
     )
-    results = jax.custom_batching.sequential_vmap(kernel)(
-        *operands
-    )  # kernels have no batching rule
+    # Kernels have no batching rule.
+    results = _untracked(jax.custom_batching.sequential_vmap(kernel), operands)
     return out_structure.unflatten(results)
+
+
+def _untracked(kernel: Callable[..., Any], operands: list[Any]) -> Any:
+    """The kernel's results; inside shard_map it is traced as if its operands did not vary over the mesh.
+
+    What it loads would vary and what it makes itself would not, so that the types of a loop's carry could not agree.
+    """
+    if not any(jax.typeof(x).manual_axis_type.varying for x in operands):
+        return kernel(*operands)
+    traced = jax.make_jaxpr(kernel)(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands))
+    return eval_jaxpr(traced.jaxpr, traced.consts, *operands)
 
 
 def _check_threads(name: str, num_warpgroups: int) -> None:

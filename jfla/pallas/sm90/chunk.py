@@ -29,8 +29,9 @@ from jfla.pallas.sm90.intra_gdn import IntraGdnConfig, intra_gdn
 from jfla.pallas.sm90.intra_kda.kernel import intra_kda
 from jfla.pallas.sm90.results import IntraResults, KernelGrads
 from jfla.pallas.sm90.scan.spec import ScanConfig
-from jfla.pallas.sm90.scan.split_time import split_ends, split_states
+from jfla.pallas.sm90.scan.split_time import split_ends, split_states, stretch_end
 from jfla.pallas.sm90.scan.steps import backward_scans_kernel, output_scan_kernel
+from jfla.parallel.stretch import Entered, Stretch
 from jfla.stages import QK, FactoredQK, IntraChunk, Residuals, ScanResults
 from jfla.types import DeltaRuleOutput, Inputs, Options, State, Value
 
@@ -91,13 +92,15 @@ def forward(
     schedule: Schedule,
     *,
     for_backward: bool = False,
+    stretch: Stretch | None = None,
 ) -> tuple[DeltaRuleOutput, Residuals]:
-    """The output, and what the backward needs beside the inputs."""
+    """The output, and what the backward needs beside the inputs; of a stretch of time if other devices have more."""
     x = kernel_arrays(inputs, options)
+    entered, split_r = None, None
     dims = x.dims
     num_checkpoints = schedule.num_spans if for_backward and _writes_in_place(inputs) else 0
     kept = {"final_state": options.return_final_state, "num_checkpoints": num_checkpoints}
-    if schedule.overlap_ctas:
+    if schedule.overlap_ctas and stretch is None:
         config = ScanConfig(schedule.overlap_v_block, smem_bytes=schedule.smem_bytes)
 
         def consume(results: IntraResults) -> PendingResults:
@@ -113,13 +116,17 @@ def forward(
         config = ScanConfig(schedule.scan_v_block, smem_bytes=schedule.smem_bytes)
         initial = x.initial
         qk, pairs = intra_results.qk, intra_results.intra
-        if schedule.time_splits > 1:
+        splits = schedule.time_splits if stretch is None else schedule.stretch_splits
+        if splits > 1 or stretch is not None:
             with jax.named_scope("jfla_split_time"):
-                initial = split_states(qk, pairs, x.v, initial, config, schedule.time_splits)
+                initial, entered, split_r = split_states(
+                    qk, pairs, x.v, initial, config, splits, stretch
+                )
         with jax.named_scope("jfla_output_scan"):
             scanned = run(output_scan_kernel(qk, pairs, x.v, initial, config, **kept))
     output = scanned.stores[0][:, : inputs.v.shape[1]].astype(inputs.v.dtype)
-    residuals = Residuals(intra_results.intra, scanned.checkpoints)
+    split_r = None if stretch is None else split_r
+    residuals = Residuals(intra_results.intra, scanned.checkpoints, entered, split_r)
     return DeltaRuleOutput(output, scanned.last), residuals
 
 
@@ -137,13 +144,23 @@ def backward(
         intra_results = run(intra_kernel(x, inputs, options, schedule, with_a=False))
     do = kernel_cotangent(d_output, inputs)
     d_last = to_kernel_state(d_final)
+    entered, split_r = residuals.entered, residuals.split_r
+    if entered is not None and split_r is not None:
+        x = x._replace(initial=to_kernel_state(entered.states[:, 0]))
+        if schedule.time_splits == 1:  # else `both_scans` has the maps anyway
+            config = ScanConfig(schedule.scan_v_block, smem_bytes=schedule.smem_bytes)
+            with jax.named_scope("jfla_split_time"):
+                qk = intra_results.qk
+                d_last = stretch_end(qk, residuals.intra, do, d_last, config, entered, split_r)
     if residuals.state_checkpoints is not None:
         by_span = _BySpan(options, schedule, qk_options(inputs, options), query_dtype(inputs))
         grads, dv, d_initial = jax.custom_batching.sequential_vmap(by_span)(
             x, intra_results.qk, intra_results.token_scalars, residuals, do, d_last
         )
         return cotangents(inputs, options, grads, dv, d_initial)
-    scans, d_initial = both_scans(x, schedule, intra_results.qk, residuals.intra, do, d_last)
+    scans, d_initial = both_scans(
+        x, schedule, intra_results.qk, residuals.intra, do, d_last, entered
+    )
     with jax.named_scope("jfla_chunk_grads"):
         grads = grads_kernel(x, inputs, options, schedule, intra_results, scans)
     return cotangents(inputs, options, grads, scans.dv, d_initial)
@@ -156,13 +173,14 @@ def both_scans(
     pairs: IntraChunk,
     do: Array,
     d_last: Array | None,
+    entered: Entered | None = None,
 ) -> tuple[ScanResults, Array | None]:
     """The states once more and their cotangents in reverse; and dS^T before the first chunk, if a state was given."""
     config = ScanConfig(schedule.scan_v_block, smem_bytes=schedule.smem_bytes)
     ends = (x.initial, d_last)
     if schedule.time_splits > 1:
         with jax.named_scope("jfla_split_time"):
-            ends = split_ends(qk, pairs, x.v, do, ends, config, schedule.time_splits)
+            ends = split_ends(qk, pairs, x.v, do, ends, config, schedule.time_splits, entered)
     with jax.named_scope("jfla_backward_scans"):
         keep_dstate = x.initial is not None
         return backward_scans_kernel(qk, pairs, x.v, do, ends, config, keep_dstate=keep_dstate)

@@ -1,0 +1,19 @@
+"""The fixture that both files about kernels use."""
+
+import jax
+import pytest
+
+
+@pytest.fixture
+def standin(monkeypatch):
+    """Plain JAX in the place of the kernels."""
+    if jax.device_count() < 8:
+        pytest.skip("needs 8 devices")
+    from support.standin import Standin
+
+    from jfla import chunk_op
+
+    jax.clear_caches()
+    standin = Standin()
+    monkeypatch.setattr(chunk_op, "sm90", standin)
+    return standin
