@@ -1,5 +1,6 @@
 """The public ops: their signatures and meaning. `dispatch` validates a call, chooses an implementation and runs it."""
 
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jfla import dispatch
@@ -20,6 +21,7 @@ def chunk_kda(
     scale: float | None = None,
     initial_state: Float[Array, "B *S HV K V"] | None = None,
     return_final_state: bool = False,
+    state_dtype: DTypeLike | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
     num_segments: int | None = None,
     implementation: Implementation | None = None,
@@ -41,8 +43,10 @@ def chunk_kda(
       eigenvalues.
     - `qk_norm`: l2-normalises q and k over K, `x * rsqrt(sum(x^2) + 1e-6)`.
     - `scale`: multiplies q; `K ** -0.5` by default.
-    - `initial_state`: `[B, HV, K, V]` float32, or `[B, S, HV, K, V]` with segments; zero by default.
+    - `initial_state`: `[B, HV, K, V]` float32 or bfloat16, or `[B, S, HV, K, V]` with segments; zero by default.
     - `return_final_state`: whether the state after the last token comes back.
+    - `state_dtype`: float32 or bfloat16, the dtype of the final state; by default that of `initial_state`, or float32.
+      Between a call's tokens the state is float32 whatever it comes and goes as.
     - `segment_ids`: `[B, T]` integers in 1 .. S, not decreasing along T, 0 for padding at the end: sequences packed one
       behind the other that do not see each other. An id that does not occur is an empty sequence: its final state is
       its initial state.
@@ -50,8 +54,8 @@ def chunk_kda(
     - `implementation`: None chooses (see `jfla.explain`); "pallas" and "xla" are taken as named and never fall back.
 
     **Returns:** `DeltaRuleOutput(output, final_state)`: `output` `[B, T, HV, V]` in the dtype of `v`; `final_state`
-    like `initial_state`, float32, or None unless asked for. Both are differentiable in every float argument, and
-    gradients come back in the dtype of their argument; padding has output and gradients of exactly 0.
+    like `initial_state`, in `state_dtype`, or None unless asked for. Both are differentiable in every float argument,
+    and gradients come back in the dtype of their argument; padding has output and gradients of exactly 0.
 
     **Rounding:** "xla" computes in float32 at the highest matmul precision (float64 if an input is float64). "pallas"
     rounds float16 to bfloat16, multiplies bfloat16 and accumulates in float32; the gates' sums, the state between
@@ -83,6 +87,7 @@ def chunk_kda(
         scale=scale,
         initial_state=initial_state,
         return_final_state=return_final_state,
+        state_dtype=state_dtype,
         segment_ids=segment_ids,
         num_segments=num_segments,
         implementation=implementation,
@@ -102,6 +107,7 @@ def chunk_gdn(
     scale: float | None = None,
     initial_state: Float[Array, "B *S HV K V"] | None = None,
     return_final_state: bool = False,
+    state_dtype: DTypeLike | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
     num_segments: int | None = None,
     implementation: Implementation | None = None,
@@ -123,8 +129,10 @@ def chunk_gdn(
       eigenvalues.
     - `qk_norm`: l2-normalises q and k over K, `x * rsqrt(sum(x^2) + 1e-6)`.
     - `scale`: multiplies q; `K ** -0.5` by default.
-    - `initial_state`: `[B, HV, K, V]` float32, or `[B, S, HV, K, V]` with segments; zero by default.
+    - `initial_state`: `[B, HV, K, V]` float32 or bfloat16, or `[B, S, HV, K, V]` with segments; zero by default.
     - `return_final_state`: whether the state after the last token comes back.
+    - `state_dtype`: float32 or bfloat16, the dtype of the final state; by default that of `initial_state`, or float32.
+      Between a call's tokens the state is float32 whatever it comes and goes as.
     - `segment_ids`: `[B, T]` integers in 1 .. S, not decreasing along T, 0 for padding at the end: sequences packed one
       behind the other that do not see each other. An id that does not occur is an empty sequence: its final state is
       its initial state.
@@ -132,8 +140,8 @@ def chunk_gdn(
     - `implementation`: None chooses (see `jfla.explain`); "pallas" and "xla" are taken as named and never fall back.
 
     **Returns:** `DeltaRuleOutput(output, final_state)`: `output` `[B, T, HV, V]` in the dtype of `v`; `final_state`
-    like `initial_state`, float32, or None unless asked for. Both are differentiable in every float argument, and
-    gradients come back in the dtype of their argument; padding has output and gradients of exactly 0.
+    like `initial_state`, in `state_dtype`, or None unless asked for. Both are differentiable in every float argument,
+    and gradients come back in the dtype of their argument; padding has output and gradients of exactly 0.
 
     **Rounding:** "xla" computes in float32 at the highest matmul precision (float64 if an input is float64). "pallas"
     rounds float16 to bfloat16, multiplies bfloat16 and accumulates in float32; the gates' sums, the state between
@@ -165,6 +173,7 @@ def chunk_gdn(
         scale=scale,
         initial_state=initial_state,
         return_final_state=return_final_state,
+        state_dtype=state_dtype,
         segment_ids=segment_ids,
         num_segments=num_segments,
         implementation=implementation,
@@ -184,6 +193,7 @@ def recurrent_kda(
     scale: float | None = None,
     initial_state: Float[Array, "B *S HV K V"] | None = None,
     return_final_state: bool = False,
+    state_dtype: DTypeLike | None = None,
     return_states: bool = False,
     segment_ids: Int[Array, "B T"] | None = None,
     num_segments: int | None = None,
@@ -207,8 +217,10 @@ def recurrent_kda(
       eigenvalues.
     - `qk_norm`: l2-normalises q and k over K, `x * rsqrt(sum(x^2) + 1e-6)`.
     - `scale`: multiplies q; `K ** -0.5` by default.
-    - `initial_state`: `[B, HV, K, V]` float32, or `[B, S, HV, K, V]` with segments; zero by default.
+    - `initial_state`: `[B, HV, K, V]` float32 or bfloat16, or `[B, S, HV, K, V]` with segments; zero by default.
     - `return_final_state`: whether the state after the last token comes back.
+    - `state_dtype`: float32 or bfloat16, the dtype of the final state; by default that of `initial_state`, or float32.
+      Between a call's tokens the state is float32 whatever it comes and goes as.
     - `return_states`: `final_state` is then the state after every token, `[B, T, HV, K, V]`, whatever
       `return_final_state` says. `final_state[:, n - 1]` is the state after n tokens: where n of T drafted tokens are
       accepted, decoding goes on from there. The initial state is not written over. Not with `segment_ids`.
@@ -219,8 +231,8 @@ def recurrent_kda(
     - `implementation`: None chooses (see `jfla.explain`); "pallas" and "xla" are taken as named and never fall back.
 
     **Returns:** `DeltaRuleOutput(output, final_state)`: `output` `[B, T, HV, V]` in the dtype of `v`; `final_state`
-    like `initial_state`, float32, or None unless asked for. Both are differentiable in every float argument, and
-    gradients come back in the dtype of their argument; padding has output and gradients of exactly 0.
+    like `initial_state`, in `state_dtype`, or None unless asked for. Both are differentiable in every float argument,
+    and gradients come back in the dtype of their argument; padding has output and gradients of exactly 0.
 
     **Rounding:** "xla" computes in float32 (float64 if an input is float64), and so does "pallas", with the GPU's
     approximate exponential; only the output is rounded, to the dtype of `v`.
@@ -251,6 +263,7 @@ def recurrent_kda(
         scale=scale,
         initial_state=initial_state,
         return_final_state=return_final_state,
+        state_dtype=state_dtype,
         return_states=return_states,
         segment_ids=segment_ids,
         num_segments=num_segments,
@@ -271,6 +284,7 @@ def recurrent_gdn(
     scale: float | None = None,
     initial_state: Float[Array, "B *S HV K V"] | None = None,
     return_final_state: bool = False,
+    state_dtype: DTypeLike | None = None,
     return_states: bool = False,
     segment_ids: Int[Array, "B T"] | None = None,
     num_segments: int | None = None,
@@ -294,8 +308,10 @@ def recurrent_gdn(
       eigenvalues.
     - `qk_norm`: l2-normalises q and k over K, `x * rsqrt(sum(x^2) + 1e-6)`.
     - `scale`: multiplies q; `K ** -0.5` by default.
-    - `initial_state`: `[B, HV, K, V]` float32, or `[B, S, HV, K, V]` with segments; zero by default.
+    - `initial_state`: `[B, HV, K, V]` float32 or bfloat16, or `[B, S, HV, K, V]` with segments; zero by default.
     - `return_final_state`: whether the state after the last token comes back.
+    - `state_dtype`: float32 or bfloat16, the dtype of the final state; by default that of `initial_state`, or float32.
+      Between a call's tokens the state is float32 whatever it comes and goes as.
     - `return_states`: `final_state` is then the state after every token, `[B, T, HV, K, V]`, whatever
       `return_final_state` says. `final_state[:, n - 1]` is the state after n tokens: where n of T drafted tokens are
       accepted, decoding goes on from there. The initial state is not written over. Not with `segment_ids`.
@@ -306,8 +322,8 @@ def recurrent_gdn(
     - `implementation`: None chooses (see `jfla.explain`); "pallas" and "xla" are taken as named and never fall back.
 
     **Returns:** `DeltaRuleOutput(output, final_state)`: `output` `[B, T, HV, V]` in the dtype of `v`; `final_state`
-    like `initial_state`, float32, or None unless asked for. Both are differentiable in every float argument, and
-    gradients come back in the dtype of their argument; padding has output and gradients of exactly 0.
+    like `initial_state`, in `state_dtype`, or None unless asked for. Both are differentiable in every float argument,
+    and gradients come back in the dtype of their argument; padding has output and gradients of exactly 0.
 
     **Rounding:** "xla" computes in float32 (float64 if an input is float64), and so does "pallas", with the GPU's
     approximate exponential; only the output is rounded, to the dtype of `v`.
@@ -340,6 +356,7 @@ def recurrent_gdn(
         scale=scale,
         initial_state=initial_state,
         return_final_state=return_final_state,
+        state_dtype=state_dtype,
         return_states=return_states,
         segment_ids=segment_ids,
         num_segments=num_segments,

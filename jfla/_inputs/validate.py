@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.core import Tracer
+from jax.typing import DTypeLike
 
 from jfla.gates import Gate, SigmoidGate, SoftplusGate
 from jfla.types import Inputs, Op, Options
@@ -25,6 +26,7 @@ DEFAULTS: dict[str, Any] = {
     "scale": None,
     "initial_state": None,
     "return_final_state": False,
+    "state_dtype": None,
     "segment_ids": None,
     "num_segments": None,
     "implementation": None,
@@ -45,6 +47,7 @@ def validate(
     scale: float | None,
     initial_state: Array | None,
     return_final_state: bool,
+    state_dtype: DTypeLike | None,
     segment_ids: Array | None,
     num_segments: int | None,
     implementation: str | None,
@@ -52,7 +55,7 @@ def validate(
     """The arguments of `op` as Inputs and Options. Raises ValueError naming the argument at fault."""
     static = {
         "beta_max": beta_max, "qk_norm": qk_norm, "scale": scale, "return_final_state": return_final_state,
-        "num_segments": num_segments, "implementation": implementation,
+        "state_dtype": state_dtype, "num_segments": num_segments, "implementation": implementation,
     }  # fmt: skip
     _check_static(static)
     _check_gate_type(gate)
@@ -83,6 +86,7 @@ def validate(
         qk_norm=bool(qk_norm),
         return_final_state=bool(return_final_state),
         num_segments=int(num_segments) if num_segments is not None and states else None,
+        state_dtype=_final_dtype(state_dtype, arrays.get("initial_state")),
     )
     if gate is not None:
         gate = dataclasses.replace(
@@ -119,6 +123,22 @@ def validate_recurrent(
     return inputs, dataclasses.replace(options, return_final_state=True, return_states=True)
 
 
+def _final_dtype(state_dtype: DTypeLike | None, initial_state: Array | None) -> str | None:
+    """Of the final state: as asked for, else bfloat16 goes on as bfloat16, else that of the computation."""
+    if state_dtype is not None:
+        return jnp.dtype(state_dtype).name
+    if initial_state is not None and initial_state.dtype == jnp.bfloat16:
+        return "bfloat16"
+    return None
+
+
+def _is_state_dtype(x: Any) -> bool:
+    try:
+        return jnp.dtype(x) in (jnp.float32, jnp.bfloat16)
+    except TypeError:
+        return False
+
+
 def _is_number(x: Any) -> bool:
     return isinstance(x, numbers.Real) and not isinstance(x, bool) and math.isfinite(x)
 
@@ -134,6 +154,7 @@ _STATIC_RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "scale": ("None or a static finite number", lambda x: x is None or _is_number(x)),
     "return_final_state": ("True or False", _is_flag),
     "return_states": ("True or False", _is_flag),
+    "state_dtype": ("None, float32 or bfloat16", lambda x: x is None or _is_state_dtype(x)),
     "num_segments": ("None or a static int of at least 1",
                      lambda x: x is None or (isinstance(x, (int, np.integer)) and not _is_flag(x) and bool(x >= 1))),
     "implementation": (f"one of {_NAMES}", lambda x: x is None or (isinstance(x, str) and x in _NAMES)),
@@ -191,8 +212,10 @@ def _check_dtype(name: str, x: Array) -> None:
         if not jnp.issubdtype(x.dtype, jnp.integer):
             raise ValueError(f"segment_ids must be integer, got {x.dtype}")
     elif name == "initial_state":
-        if x.dtype not in (jnp.float32, jnp.float64):
-            raise ValueError(f"initial_state must be float32 (or float64), got {x.dtype}")
+        if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float64):
+            raise ValueError(
+                f"initial_state must be float32 or bfloat16 (or float64), got {x.dtype}"
+            )
     elif x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64):
         raise ValueError(f"{name} must be float32, bfloat16, float16 or float64, got {x.dtype}")
 

@@ -30,8 +30,8 @@ def unsupported_call(form: Form, inputs: Inputs, options: Options) -> str | None
     for name in ("g", "beta"):
         if getattr(inputs, name).dtype == jnp.float64:
             return f"{name} is float64; the kernels compute in float32"
-    if inputs.initial_state is not None and inputs.initial_state.dtype != jnp.float32:
-        return f"initial_state is {inputs.initial_state.dtype}; the kernels take float32"
+    if inputs.initial_state is not None and inputs.initial_state.dtype == jnp.float64:
+        return "initial_state is float64; the kernels take float32 and bfloat16"
     for letter, size in (("K", inputs.q.shape[-1]), ("V", inputs.v.shape[-1])):
         if size not in SUPPORTED_DIMS:
             return f"{letter} = {size}; the kernels take {letter} in {SUPPORTED_DIMS}"

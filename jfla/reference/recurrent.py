@@ -73,5 +73,6 @@ def run(inputs: Inputs, options: Options) -> DeltaRuleOutput:
         final = None
         if options.return_final_state:
             final = states if options.per_segment_state or options.return_states else states[:, 0]
+            final = options.as_final_state(final)
         output = without_padding(output, inputs.segment_ids)
         return DeltaRuleOutput(output.astype(inputs.v.dtype), final)

@@ -43,6 +43,7 @@ def forward(
         output = from_chunks(output, inputs, options)
         if not options.return_final_state:
             return DeltaRuleOutput(output, None), pairs
+        final = options.as_final_state(final)
         return DeltaRuleOutput(output, final if options.per_segment_state else final[:, 0]), pairs
 
 

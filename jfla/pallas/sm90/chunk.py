@@ -96,7 +96,10 @@ def forward(
     x = kernel_arrays(inputs, options)
     dims = x.dims
     num_checkpoints = schedule.num_spans if for_backward and _writes_in_place(inputs) else 0
-    kept = {"final_state": options.return_final_state, "num_checkpoints": num_checkpoints}
+    final_dtype = None
+    if options.return_final_state:
+        final_dtype = options.state_dtype or F32
+    kept = {"final_dtype": final_dtype, "num_checkpoints": num_checkpoints}
     if schedule.overlap_ctas:
         config = ScanConfig(schedule.overlap_v_block, smem_bytes=schedule.smem_bytes)
 

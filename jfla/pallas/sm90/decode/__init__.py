@@ -16,6 +16,7 @@ from jaxtyping import Array
 
 from jfla.pallas.context import interpreted
 from jfla.pallas.heuristics import HOPPER_SMS, decode_v_block, dims_of
+from jfla.pallas.mgpu.smem import F32
 from jfla.pallas.mgpu.types import Gmem
 from jfla.pallas.sm90.decode.kernel import launch_decode
 from jfla.pallas.sm90.decode.spec import DecodeOutputs
@@ -117,10 +118,12 @@ def _launch(inputs: Inputs, options: Options, v_block: int) -> DecodeOutputs:
 
 
 def _in_place(state: Array, options: Options) -> bool:
-    """Whether the kernel gets the state as a reference: if the final state alone is wanted.
+    """Whether the kernel gets the state as a reference: if the final state alone is wanted, in the same dtype.
 
     Where shard_map tracks which values vary over its mesh, no kernel can be handed a reference.
     """
     if not options.return_final_state or options.return_states:
+        return False
+    if state.dtype != (options.state_dtype or F32):
         return False
     return not jax.typeof(state).manual_axis_type.varying

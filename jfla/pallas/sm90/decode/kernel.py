@@ -76,22 +76,27 @@ def run_decode(ctx: DecodeWarpgroup) -> None:
     def step(t: Index, state: Reg) -> Reg:
         state = decode_step(ctx, t, state)
         if every_state:
-            store_from_layout(ctx.block.of_state_after(t, ctx.states_gmem), state)
+            store_state(ctx, ctx.block.of_state_after(t, ctx.states_gmem), state)
         return state
 
     state = step(0, state) if time == 1 else lax.fori_loop(0, time, step, state)
     if ctx.states_gmem is not None and not every_state:
-        store_from_layout(ctx.block.of_state(ctx.states_gmem), state)
+        store_state(ctx, ctx.block.of_state(ctx.states_gmem), state)
 
 
 def load_state(ctx: DecodeWarpgroup) -> Reg:
-    """[K, v_block]: the initial state."""
+    """[K, v_block] float32: the initial state."""
     layout = ctx.layouts.state
     if ctx.gmem.state is None:
         zeros = jnp.zeros(ctx.spec.block_shape, F32)
         return plgpu.layout_cast(zeros, layout)
     block_gmem = ctx.block.of_state(ctx.gmem.state)
-    return load_with_layout(block_gmem, layout)
+    return load_with_layout(block_gmem, layout).astype(F32)
+
+
+def store_state(ctx: DecodeWarpgroup, block_gmem: Gmem, state: Reg) -> None:
+    """Rounds the state to the dtype in which it is handed on, and stores it."""
+    store_from_layout(block_gmem, state.astype(ctx.spec.final_dtype))
 
 
 def load_raw_tokens(ctx: DecodeWarpgroup) -> RawTokens:
@@ -143,7 +148,7 @@ def write_tokens(ctx: DecodeWarpgroup, raw: RawTokens) -> None:
     q = l2_normalized(ctx, raw.q.astype(F32))
     smem.q[...] = q * options.scale
     smem.k[...] = l2_normalized(ctx, raw.k.astype(F32))
-    smem.v[...] = raw.v.astype(F32)
+    smem.v[...] = raw.v
 
 
 def per_token_to_keys(ctx: DecodeWarpgroup, x: Reg) -> Reg:
@@ -184,7 +189,7 @@ def decode_step(ctx: DecodeWarpgroup, t: Index, state: Reg) -> Reg:
     k = _load_row_vector(ctx, smem.k.at[t])
     decay = _load_row_vector(ctx, smem.decay.at[t])
     state = state * decay
-    v = load_with_layout(smem.v.at[t], ctx.layouts.column_vector)
+    v = load_with_layout(smem.v.at[t], ctx.layouts.column_vector).astype(F32)
     predicted_v = jnp.sum(state * k, axis=0)
     error = v - predicted_v
     v_new = error * smem.beta[t, 0]
@@ -218,8 +223,11 @@ def launch_decode(
     batch, time, heads, key_dim = inputs.q.shape
     value_heads, value_dim = inputs.v.shape[2:]
     gate = gate_kind(inputs.gate)
-    spec = DecodeSpec(batch, time, heads, value_heads, key_dim, value_dim, v_block, gate, options)
-    layouts = decode_layouts(time, key_dim, v_block)
+    dims = (batch, time, heads, value_heads, key_dim, value_dim)
+    final_dtype = options.state_dtype or F32
+    initial_dtype = final_dtype if state is None else state.dtype
+    spec = DecodeSpec(*dims, v_block, gate, options, initial_dtype, inputs.v.dtype)
+    layouts = decode_layouts(time, key_dim, v_block, spec.column_bytes)
     new_states = options.return_final_state and not in_place
 
     def body(

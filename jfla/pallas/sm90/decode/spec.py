@@ -3,7 +3,7 @@
 `Inputs`, `Options` and the columns of a CTA -> `DecodeSpec`, `DecodeOperands`, `DecodeOutputs`.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,18 +28,18 @@ class DecodeOperands(NamedTuple):
     beta: Gmem  # [B, T, HV]
     a_log: Gmem  # [HV] float32, or None
     dt_bias: Gmem  # [HV, G] float32, or None
-    state: Gmem  # [B, HV, K, V] float32, or None; a reference where it is to be overwritten
+    state: Gmem  # [B, HV, K, V] or None; a reference where it is to be overwritten
 
 
 class DecodeOutputs(NamedTuple):
     """In global memory. `states` is None where none is wanted or the initial one is overwritten."""
 
     output: Gmem  # [B, T, HV, V]
-    states: Gmem  # [B, HV, K, V] float32, or [B, T, HV, K, V] with `return_states`
+    states: Gmem  # [B, HV, K, V], or [B, T, HV, K, V] with `return_states`
 
 
 class SharedStorage(NamedTuple):
-    """[T, ...] float32: what the recurrence reads, token by token."""
+    """[T, ...] float32, v as it came: what the recurrence reads, token by token."""
 
     q: Smem  # [T, K], normalized and scaled
     k: Smem  # [T, K], normalized
@@ -81,10 +81,22 @@ class DecodeSpec(NamedTuple):
     v_block: int
     gate: GateKind
     options: Options
+    initial_dtype: Any  # float32 or bfloat16
+    v_dtype: Any
 
     @property
     def v_blocks(self) -> int:
         return self.value_dim // self.v_block
+
+    @property
+    def final_dtype(self) -> Any:
+        return jnp.dtype(self.options.state_dtype or F32)
+
+    @property
+    def column_bytes(self) -> int:
+        """Of the widest number of a column in global memory: of v, the output, and the state as it comes and goes."""
+        dtypes = (self.v_dtype, self.initial_dtype, self.final_dtype)
+        return max(jnp.dtype(dtype).itemsize for dtype in dtypes)
 
     @property
     def num_ctas(self) -> int:
@@ -117,7 +129,7 @@ class DecodeSpec(NamedTuple):
 
     def smem(self) -> SharedStorage:
         keys: MemorySpec = plgpu.SMEM(self.token_keys_shape, F32)
-        values: MemorySpec = plgpu.SMEM((self.time, self.v_block), F32)
+        values: MemorySpec = plgpu.SMEM((self.time, self.v_block), self.v_dtype)
         return SharedStorage(q=keys, k=keys, v=values, decay=keys, beta=keys)
 
 
@@ -142,4 +154,4 @@ def decode_outputs(spec: DecodeSpec, v: Array, new_states: bool) -> DecodeOutput
         return DecodeOutputs(output, None)
     states = (spec.batch, spec.time) if spec.options.return_states else (spec.batch,)
     shape = (*states, spec.value_heads, spec.key_dim, spec.value_dim)
-    return DecodeOutputs(output, jax.ShapeDtypeStruct(shape, F32))
+    return DecodeOutputs(output, jax.ShapeDtypeStruct(shape, spec.final_dtype))

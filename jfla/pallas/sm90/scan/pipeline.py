@@ -197,7 +197,8 @@ class ScanCta(NamedTuple):
         def _():
             index = self.index
             rows = transposed(self.last.at[index.batch, index.head, :, self.columns(wg)])
-            rows[...] = plgpu.layout_cast(state, plgpu.Layout.WGMMA_TRANSPOSED)
+            in_rows = plgpu.layout_cast(state, plgpu.Layout.WGMMA_TRANSPOSED)
+            rows[...] = in_rows.astype(self.spec.last_dtype)
 
     # The producer.
 

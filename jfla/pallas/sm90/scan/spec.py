@@ -109,7 +109,7 @@ class ScanOutputs(NamedTuple):
 
     stores: tuple[Any, ...]  # of every chunk
     checkpoints: Any  # [B, HV, checkpoints, V, K] float32
-    last: Any  # [B, HV, splits, V, K] float32, or [B, HV, K, V] as the caller has a state
+    last: Any  # [B, HV, splits, V, K] float32, or [B, HV, K, V] in the caller's dtype
 
 
 class ScanSpec(NamedTuple):
@@ -127,6 +127,7 @@ class ScanSpec(NamedTuple):
     time_splits: int = 1  # spans of time that run side by side
     last: Literal["every split", "caller", None] = "every split"
     num_checkpoints: int = 0  # of so many equal spans the state at the start is stored
+    last_dtype: Any = F32  # of the last state as the caller has it
 
     @property
     def n_chunks(self) -> int:
@@ -164,8 +165,9 @@ class ScanSpec(NamedTuple):
             checkpoints = jax.ShapeDtypeStruct(shape, F32)
         last = None
         if self.last is not None and span is None:
-            shape = (batch, heads, key_dim, value_dim)
-            last = jax.ShapeDtypeStruct(shape if self.last == "caller" else self.split_states, F32)
+            last = jax.ShapeDtypeStruct(self.split_states, F32)
+            if self.last == "caller":
+                last = jax.ShapeDtypeStruct((batch, heads, key_dim, value_dim), self.last_dtype)
         return ScanOutputs(tuple(stores), checkpoints, last)
 
     @property

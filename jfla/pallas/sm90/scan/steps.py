@@ -152,11 +152,12 @@ def output_scan_kernel(
     initial: Any,
     config: ScanConfig,
     *,
-    final_state: bool,
+    final_dtype: Any,
     num_checkpoints: int = 0,
 ) -> PendingResults:
-    """ScanOutputs: stores (o [B, T, HV, V],), checkpoints, and the last state [B, HV, K, V] if it is wanted.
+    """ScanOutputs: stores (o [B, T, HV, V],), checkpoints, and the last state [B, HV, K, V] in `final_dtype`.
 
+    Without a `final_dtype` no last state is wanted.
     `initial` is S^T where every time split begins, [B, HV, splits, V, K], or None: one split, from zeros.
     """
     spec = ScanSpec(
@@ -165,8 +166,9 @@ def output_scan_kernel(
         qk.scalar_gate,
         stores=(jax.ShapeDtypeStruct(v.shape, BF16),),
         time_splits=num_splits(initial),
-        last="caller" if final_state else None,
+        last=None if final_dtype is None else "caller",
         num_checkpoints=num_checkpoints,
+        last_dtype=final_dtype,
     )
     pending = scan_kernel((spec,), config, "jfla_output_scan")
     return pending._replace(resolve=lambda outputs: outputs[0])
