@@ -191,10 +191,11 @@ def recurrent_kda(
     beta_max: float | None = None,
     qk_norm: bool = False,
     scale: float | None = None,
-    initial_state: Float[Array, "B *S HV K V"] | None = None,
+    initial_state: Float[Array, "B_or_P *S HV K V"] | None = None,
     return_final_state: bool = False,
     state_dtype: DTypeLike | None = None,
     return_states: bool = False,
+    state_slots: Int[Array, " B"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
     num_segments: int | None = None,
     implementation: Implementation | None = None,
@@ -203,8 +204,9 @@ def recurrent_kda(
 
         S <- exp(g_t)[:, None] S;    S <- S + k_t (beta_t (v_t - S^T k_t))^T;    o_t = S^T (scale q_t)
 
-    "pallas" is one kernel for up to 8 tokens a call. Donate `initial_state` (`jax.jit(..., donate_argnames=...)`), or
-    carry it through a `lax.scan`, and the state is written in place. Derivatives are those of "xla", which then runs.
+    "pallas" is one kernel for up to 8 tokens, and a launch for every 8 of a longer call: float32 throughout, where
+    `chunk_*` rounds to bfloat16 and is faster from about 100 tokens on. Donate `initial_state` (`donate_argnames` of
+    `jax.jit`), or carry it through a `lax.scan`, and the state is written in place. Derivatives are those of "xla".
 
     **Arguments:**
 
@@ -223,7 +225,13 @@ def recurrent_kda(
       Between a call's tokens the state is float32 whatever it comes and goes as.
     - `return_states`: `final_state` is then the state after every token, `[B, T, HV, K, V]`, whatever
       `return_final_state` says. `final_state[:, n - 1]` is the state after n tokens: where n of T drafted tokens are
-      accepted, decoding goes on from there. The initial state is not written over. Not with `segment_ids`.
+      accepted, decoding goes on from there. The initial state is not written over. Not with `segment_ids` but those of
+      a pool.
+    - `state_slots`: `[B]` integers. `initial_state` is then a pool `[P, HV, K, V]`: row b reads slot `state_slots[b]`,
+      and the final state is the pool with that slot written, each named at most once and the others as they were. -1
+      is an idle row, with an output of 0 and nothing written; so is what is no slot, where only a compiled call could
+      know. `segment_ids` is 1 on a row's tokens, 0 on the padding behind them, if rows have different numbers of
+      tokens. With `return_states` nothing is written: `jfla.accept` puts the accepted states back.
     - `segment_ids`: `[B, T]` integers in 1 .. S, not decreasing along T, 0 for padding at the end: sequences packed one
       behind the other that do not see each other. An id that does not occur is an empty sequence: its final state is
       its initial state.
@@ -265,6 +273,7 @@ def recurrent_kda(
         return_final_state=return_final_state,
         state_dtype=state_dtype,
         return_states=return_states,
+        state_slots=state_slots,
         segment_ids=segment_ids,
         num_segments=num_segments,
         implementation=implementation,
@@ -282,10 +291,11 @@ def recurrent_gdn(
     beta_max: float | None = None,
     qk_norm: bool = False,
     scale: float | None = None,
-    initial_state: Float[Array, "B *S HV K V"] | None = None,
+    initial_state: Float[Array, "B_or_P *S HV K V"] | None = None,
     return_final_state: bool = False,
     state_dtype: DTypeLike | None = None,
     return_states: bool = False,
+    state_slots: Int[Array, " B"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
     num_segments: int | None = None,
     implementation: Implementation | None = None,
@@ -294,8 +304,9 @@ def recurrent_gdn(
 
         S <- exp(g_t) S;    S <- S + k_t (beta_t (v_t - S^T k_t))^T;    o_t = S^T (scale q_t)
 
-    "pallas" is one kernel for up to 8 tokens a call. Donate `initial_state` (`jax.jit(..., donate_argnames=...)`), or
-    carry it through a `lax.scan`, and the state is written in place. Derivatives are those of "xla", which then runs.
+    "pallas" is one kernel for up to 8 tokens, and a launch for every 8 of a longer call: float32 throughout, where
+    `chunk_*` rounds to bfloat16 and is faster from about 100 tokens on. Donate `initial_state` (`donate_argnames` of
+    `jax.jit`), or carry it through a `lax.scan`, and the state is written in place. Derivatives are those of "xla".
 
     **Arguments:**
 
@@ -314,7 +325,13 @@ def recurrent_gdn(
       Between a call's tokens the state is float32 whatever it comes and goes as.
     - `return_states`: `final_state` is then the state after every token, `[B, T, HV, K, V]`, whatever
       `return_final_state` says. `final_state[:, n - 1]` is the state after n tokens: where n of T drafted tokens are
-      accepted, decoding goes on from there. The initial state is not written over. Not with `segment_ids`.
+      accepted, decoding goes on from there. The initial state is not written over. Not with `segment_ids` but those of
+      a pool.
+    - `state_slots`: `[B]` integers. `initial_state` is then a pool `[P, HV, K, V]`: row b reads slot `state_slots[b]`,
+      and the final state is the pool with that slot written, each named at most once and the others as they were. -1
+      is an idle row, with an output of 0 and nothing written; so is what is no slot, where only a compiled call could
+      know. `segment_ids` is 1 on a row's tokens, 0 on the padding behind them, if rows have different numbers of
+      tokens. With `return_states` nothing is written: `jfla.accept` puts the accepted states back.
     - `segment_ids`: `[B, T]` integers in 1 .. S, not decreasing along T, 0 for padding at the end: sequences packed one
       behind the other that do not see each other. An id that does not occur is an empty sequence: its final state is
       its initial state.
@@ -358,6 +375,7 @@ def recurrent_gdn(
         return_final_state=return_final_state,
         state_dtype=state_dtype,
         return_states=return_states,
+        state_slots=state_slots,
         segment_ids=segment_ids,
         num_segments=num_segments,
         implementation=implementation,

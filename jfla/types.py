@@ -59,8 +59,9 @@ class DeltaRuleOutput(NamedTuple):
     """What every op returns, a named tuple.
 
     **Fields:** `output` `[B, T, HV, V]` in the dtype of v; `final_state` `[B, HV, K, V]`, or `[B, S, HV, K, V]` with a
-    state per segment, or `[B, T, HV, K, V]` with `return_states`, in `state_dtype`, which is bfloat16 after an initial
-    state of bfloat16 and else float32 (float64 when the op computes in it), or None when it was not asked for.
+    state per segment, or `[B, T, HV, K, V]` with `return_states`, or the pool with `state_slots`, in `state_dtype`:
+    bfloat16 after an initial state of bfloat16 and else float32 (float64 when the op computes in it). None when it was
+    not asked for.
 
     >>> import jax, jfla
     >>> x = jax.numpy.ones((1, 3, 2, 4))
@@ -84,6 +85,7 @@ class Inputs(NamedTuple):
     gate: Gate | None
     initial_state: State | None
     segment_ids: SegmentIds | None
+    state_slots: Int[Array, " B"] | None = None  # then `initial_state` is a pool [P, HV, K, V]
 
 
 @dataclasses.dataclass(frozen=True)

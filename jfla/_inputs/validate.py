@@ -14,6 +14,7 @@ from jax.core import Tracer
 from jax.typing import DTypeLike
 
 from jfla.gates import Gate, SigmoidGate, SoftplusGate
+from jfla.pool import check_slots, is_known
 from jfla.types import Inputs, Op, Options
 
 _NAMES = (None, "pallas", "xla")
@@ -51,6 +52,7 @@ def validate(
     segment_ids: Array | None,
     num_segments: int | None,
     implementation: str | None,
+    state_slots: Array | None = None,
 ) -> tuple[Inputs, Options]:
     """The arguments of `op` as Inputs and Options. Raises ValueError naming the argument at fault."""
     static = {
@@ -61,7 +63,11 @@ def validate(
     _check_gate_type(gate)
 
     needed = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
-    optional = {"initial_state": initial_state, "segment_ids": segment_ids}
+    optional = {
+        "initial_state": initial_state,
+        "segment_ids": segment_ids,
+        "state_slots": state_slots,
+    }
     optional |= {
         "gate.a_log": getattr(gate, "a_log", None),
         "gate.dt_bias": getattr(gate, "dt_bias", None),
@@ -72,10 +78,11 @@ def validate(
         _check_dtype(name, x)
     _check_shapes(op, arrays, num_segments, return_final_state)
     _check_devices(arrays)
-    if "segment_ids" in arrays:
-        num_segments = (
-            arrays["initial_state"].shape[1] if "initial_state" in arrays else num_segments
-        )
+    if "state_slots" in arrays:
+        _check_pool(arrays, state_dtype)
+    elif "segment_ids" in arrays:
+        if "initial_state" in arrays:
+            num_segments = arrays["initial_state"].shape[1]
         _check_segment_ids(arrays["segment_ids"], num_segments)
 
     states = return_final_state or initial_state is not None
@@ -86,7 +93,7 @@ def validate(
         qk_norm=bool(qk_norm),
         return_final_state=bool(return_final_state),
         num_segments=int(num_segments) if num_segments is not None and states else None,
-        state_dtype=_final_dtype(state_dtype, arrays.get("initial_state")),
+        state_dtype=_final_dtype(state_dtype, arrays),
     )
     if gate is not None:
         gate = dataclasses.replace(
@@ -101,6 +108,7 @@ def validate(
         gate=gate,
         initial_state=arrays.get("initial_state"),
         segment_ids=_as_int32(arrays.get("segment_ids")),
+        state_slots=arrays.get("state_slots"),
     )
     return inputs, options
 
@@ -109,27 +117,42 @@ def validate_recurrent(
     op: Op,
     *arrays: Array,
     return_states: bool,
+    state_slots: Array | None,
     **arguments: Any,
 ) -> tuple[Inputs, Options]:
-    """`validate` for the ops that go token by token, which can also return the state after every token."""
+    """`validate` for the ops that go token by token, which also take pools and return the state after every token."""
     _check_static({"return_states": return_states})
-    if not return_states:
-        return validate(op, *arrays, **arguments)
-    if arguments["segment_ids"] is not None:
+    if return_states and state_slots is None and arguments["segment_ids"] is not None:
         raise ValueError(
             "return_states must be False with segment_ids (it takes one sequence per row), got True"
         )
-    inputs, options = validate(op, *arrays, **arguments)
+    inputs, options = validate(op, *arrays, **arguments, state_slots=state_slots)
+    if not return_states:
+        return inputs, options
     return inputs, dataclasses.replace(options, return_final_state=True, return_states=True)
 
 
-def _final_dtype(state_dtype: DTypeLike | None, initial_state: Array | None) -> str | None:
-    """Of the final state: as asked for, else bfloat16 goes on as bfloat16, else that of the computation."""
+def _final_dtype(state_dtype: DTypeLike | None, arrays: dict[str, Array]) -> str | None:
+    """Of the final state: as asked for; else a pool stays as it is, bfloat16 goes on as bfloat16, and None."""
     if state_dtype is not None:
         return jnp.dtype(state_dtype).name
-    if initial_state is not None and initial_state.dtype == jnp.bfloat16:
-        return "bfloat16"
-    return None
+    initial_state = arrays.get("initial_state")
+    if initial_state is None:
+        return None
+    stays = "state_slots" in arrays or initial_state.dtype == jnp.bfloat16
+    return initial_state.dtype.name if stays else None
+
+
+def _check_pool(arrays: dict[str, Array], state_dtype: DTypeLike | None) -> None:
+    """One sequence per row, every slot there once, and one dtype."""
+    pool = arrays["initial_state"]
+    check_slots(arrays["state_slots"], pool.shape[0])
+    if "segment_ids" in arrays:
+        _check_segment_ids(arrays["segment_ids"], 1)
+    if state_dtype is not None and jnp.dtype(state_dtype) != pool.dtype:
+        raise ValueError(
+            f"state_dtype must be None or the pool's {pool.dtype} with state_slots, got {jnp.dtype(state_dtype)}"
+        )
 
 
 def _is_state_dtype(x: Any) -> bool:
@@ -208,9 +231,9 @@ def _as_int32(ids: Array | None) -> Array | None:
 
 
 def _check_dtype(name: str, x: Array) -> None:
-    if name == "segment_ids":
+    if name in ("segment_ids", "state_slots"):
         if not jnp.issubdtype(x.dtype, jnp.integer):
-            raise ValueError(f"segment_ids must be integer, got {x.dtype}")
+            raise ValueError(f"{name} must be integer, got {x.dtype}")
     elif name == "initial_state":
         if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float64):
             raise ValueError(
@@ -263,7 +286,17 @@ def _array_rules(
     yield "gate.dt_bias", per_head, f"[{letters}]"
     yield "segment_ids", (batch, time), "[B, T]"
     state = (value_heads, key_dim, value_dim)
-    if "segment_ids" not in arrays:
+    if "state_slots" in arrays:
+        yield "state_slots", (batch,), "[B]"
+        if num_segments is not None:
+            raise ValueError(f"num_segments must be None with state_slots, got {num_segments}")
+        if "initial_state" not in arrays:
+            raise ValueError(
+                "initial_state must be a pool [P, HV, K, V] with state_slots, got None"
+            )
+        num_slots = max([1, *arrays["initial_state"].shape[:1]])
+        yield "initial_state", (num_slots, *state), "[P, HV, K, V]"
+    elif "segment_ids" not in arrays:
         if num_segments is not None:
             raise ValueError(f"num_segments must be None without segment_ids, got {num_segments}")
         yield "initial_state", (batch, *state), "[B, HV, K, V]"
@@ -299,10 +332,7 @@ def _check_devices(arrays: dict[str, Array]) -> None:
 
 def _check_segment_ids(segment_ids: Array, num_segments: int | None) -> None:
     """Looks at the values where there are any; under a transformation they are the caller's word."""
-    if (
-        isinstance(segment_ids, (Tracer, jax.ShapeDtypeStruct))
-        or not segment_ids.is_fully_addressable
-    ):
+    if not is_known(segment_ids):
         return
     ids = np.asarray(segment_ids)
     if ids.min() < 0:

@@ -144,8 +144,8 @@ def cotangents(
 
     scalar_gate = options.op.scalar_gate
     if d_initial is not None and inputs.initial_state is not None:
-        d_initial = vary_with(d_initial[:, :, 0].mT, *differentiable)
-        d_initial = d_initial.astype(inputs.initial_state.dtype)
+        d_state = d_initial[:, :, 0].mT.astype(inputs.initial_state.dtype)
+        d_initial = vary_with(d_state, *differentiable)
     beta = write_strength(without_padding(inputs.beta, inputs.segment_ids), options.beta_max)
     return Inputs(
         q=_to_query(tokens(grads.dq), inputs.q, inputs, options),

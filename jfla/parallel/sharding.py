@@ -31,7 +31,7 @@ def compiler_partitioned(run: Run) -> Run:
         if inputs.initial_state is not None:
             state = jax.typeof(inputs.initial_state).sharding.spec
         if options.return_states:
-            state = P(state[0], None, *state[1:])
+            state = P(output[0], None, *state[1:])
         layout: Any = (output, state if options.return_final_state else None)
 
         def inside(inputs: Inputs) -> tuple[Any, ...]:
