@@ -21,6 +21,7 @@ def chunk_kda(
     scale: float | None = None,
     initial_state: Float[Array, "B *S HV K V"] | None = None,
     return_final_state: bool = False,
+    return_states_every: int | None = None,
     state_dtype: DTypeLike | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
     num_segments: int | None = None,
@@ -45,6 +46,8 @@ def chunk_kda(
     - `scale`: multiplies q; `K ** -0.5` by default.
     - `initial_state`: `[B, HV, K, V]` float32 or bfloat16, or `[B, S, HV, K, V]` with segments; zero by default.
     - `return_final_state`: whether the state after the last token comes back.
+    - `return_states_every`: n, a multiple of 64. The final state is then `[B, ceil(T / n), HV, K, V]`, the states after
+      n, 2n, .. and T tokens: a later call that begins from one of them goes on as this one did. Not with `segment_ids`.
     - `state_dtype`: float32 or bfloat16, the dtype of the final state; by default that of `initial_state`, or float32.
       Between a call's tokens the state is float32 whatever it comes and goes as.
     - `segment_ids`: `[B, T]` integers in 1 .. S, not decreasing along T, 0 for padding at the end: sequences packed one
@@ -87,6 +90,7 @@ def chunk_kda(
         scale=scale,
         initial_state=initial_state,
         return_final_state=return_final_state,
+        return_states_every=return_states_every,
         state_dtype=state_dtype,
         segment_ids=segment_ids,
         num_segments=num_segments,
@@ -107,6 +111,7 @@ def chunk_gdn(
     scale: float | None = None,
     initial_state: Float[Array, "B *S HV K V"] | None = None,
     return_final_state: bool = False,
+    return_states_every: int | None = None,
     state_dtype: DTypeLike | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
     num_segments: int | None = None,
@@ -131,6 +136,8 @@ def chunk_gdn(
     - `scale`: multiplies q; `K ** -0.5` by default.
     - `initial_state`: `[B, HV, K, V]` float32 or bfloat16, or `[B, S, HV, K, V]` with segments; zero by default.
     - `return_final_state`: whether the state after the last token comes back.
+    - `return_states_every`: n, a multiple of 64. The final state is then `[B, ceil(T / n), HV, K, V]`, the states after
+      n, 2n, .. and T tokens: a later call that begins from one of them goes on as this one did. Not with `segment_ids`.
     - `state_dtype`: float32 or bfloat16, the dtype of the final state; by default that of `initial_state`, or float32.
       Between a call's tokens the state is float32 whatever it comes and goes as.
     - `segment_ids`: `[B, T]` integers in 1 .. S, not decreasing along T, 0 for padding at the end: sequences packed one
@@ -173,6 +180,7 @@ def chunk_gdn(
         scale=scale,
         initial_state=initial_state,
         return_final_state=return_final_state,
+        return_states_every=return_states_every,
         state_dtype=state_dtype,
         segment_ids=segment_ids,
         num_segments=num_segments,

@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 
 from jfla.gates import Gate, SigmoidGate, SoftplusGate
 from jfla.pool import check_slots, is_known
-from jfla.types import Inputs, Op, Options
+from jfla.types import CHUNK, Inputs, Op, Options
 
 _NAMES = (None, "pallas", "xla")
 
@@ -36,6 +36,26 @@ DEFAULTS: dict[str, Any] = {
 
 def validate(
     op: Op,
+    *arrays: Array,
+    return_states_every: int | None = None,
+    **arguments: Any,
+) -> tuple[Inputs, Options]:
+    """The arguments of a chunked `op` as Inputs and Options. Raises ValueError naming the argument at fault."""
+    _check_static({"return_states_every": return_states_every})
+    inputs, options = _validate(op, *arrays, **arguments, state_slots=None)
+    if return_states_every is None:
+        return inputs, options
+    if inputs.segment_ids is not None:
+        raise ValueError(
+            "return_states_every must be None with segment_ids (it takes one sequence per row), "
+            f"got {return_states_every}"
+        )
+    every = int(return_states_every)
+    return inputs, dataclasses.replace(options, return_final_state=True, states_every=every)
+
+
+def _validate(
+    op: Op,
     q: Array,
     k: Array,
     v: Array,
@@ -52,9 +72,9 @@ def validate(
     segment_ids: Array | None,
     num_segments: int | None,
     implementation: str | None,
-    state_slots: Array | None = None,
+    state_slots: Array | None,
 ) -> tuple[Inputs, Options]:
-    """The arguments of `op` as Inputs and Options. Raises ValueError naming the argument at fault."""
+    """What all ops have in common."""
     static = {
         "beta_max": beta_max, "qk_norm": qk_norm, "scale": scale, "return_final_state": return_final_state,
         "state_dtype": state_dtype, "num_segments": num_segments, "implementation": implementation,
@@ -120,13 +140,13 @@ def validate_recurrent(
     state_slots: Array | None,
     **arguments: Any,
 ) -> tuple[Inputs, Options]:
-    """`validate` for the ops that go token by token, which also take pools and return the state after every token."""
+    """The same for the ops that go token by token, which take pools and return the state after every token."""
     _check_static({"return_states": return_states})
     if return_states and state_slots is None and arguments["segment_ids"] is not None:
         raise ValueError(
             "return_states must be False with segment_ids (it takes one sequence per row), got True"
         )
-    inputs, options = validate(op, *arrays, **arguments, state_slots=state_slots)
+    inputs, options = _validate(op, *arrays, **arguments, state_slots=state_slots)
     if not return_states:
         return inputs, options
     return inputs, dataclasses.replace(options, return_final_state=True, return_states=True)
@@ -166,6 +186,10 @@ def _is_number(x: Any) -> bool:
     return isinstance(x, numbers.Real) and not isinstance(x, bool) and math.isfinite(x)
 
 
+def _is_int(x: Any) -> bool:
+    return isinstance(x, (int, np.integer)) and not isinstance(x, bool)
+
+
 def _is_flag(x: Any) -> bool:
     return isinstance(x, (bool, np.bool_))
 
@@ -177,9 +201,11 @@ _STATIC_RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "scale": ("None or a static finite number", lambda x: x is None or _is_number(x)),
     "return_final_state": ("True or False", _is_flag),
     "return_states": ("True or False", _is_flag),
+    "return_states_every": (f"None or a static multiple of {CHUNK}",
+                            lambda x: x is None or (_is_int(x) and bool(x >= CHUNK and x % CHUNK == 0))),
     "state_dtype": ("None, float32 or bfloat16", lambda x: x is None or _is_state_dtype(x)),
     "num_segments": ("None or a static int of at least 1",
-                     lambda x: x is None or (isinstance(x, (int, np.integer)) and not _is_flag(x) and bool(x >= 1))),
+                     lambda x: x is None or (_is_int(x) and bool(x >= 1))),
     "implementation": (f"one of {_NAMES}", lambda x: x is None or (isinstance(x, str) and x in _NAMES)),
 }  # fmt: skip
 

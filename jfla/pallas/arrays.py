@@ -77,6 +77,13 @@ def to_kernel_state(state: State | None) -> Float[Array, "B HV 1 V K"] | None:
     return None if state is None else state.astype(F32).mT[:, :, None]
 
 
+def to_kernel_states(
+    states: Float[Array, "B groups HV K V"] | None,
+) -> Float[Array, "B HV groups V K"] | None:
+    """S^T float32 of several states along time."""
+    return None if states is None else jnp.moveaxis(states.astype(F32).mT, 1, 2)
+
+
 def kernel_cotangent(
     do: Float[Array, "B T HV V"],
     inputs: Inputs,

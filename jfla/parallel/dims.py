@@ -41,6 +41,7 @@ POOL_INPUTS = _named(
     state_slots="rows",
 )
 OUTPUT = _named(DeltaRuleOutput, output="B T HV V", final_state="B HV K V")
+STATES_OUTPUT = OUTPUT._replace(final_state="B states HV K V")
 RESIDUALS = _named(
     Residuals,
     intra=_named(IntraChunk, a_qk="B HV N C C", a_inv="B HV N C C"),

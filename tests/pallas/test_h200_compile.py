@@ -205,3 +205,25 @@ def test_the_decode_kernel_compiles_as_written_down(op, dims, time, batch, how, 
     assert not [kernel for kernel in now if now[kernel]["spilled bytes"]]
     name = f"{op} K{dims[0]} V{dims[1]}, decode T{time}{', ' * bool(how)}{how}, B{batch}"
     check_report(name, now, DECODE_COUNTED)
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(
+    ("op", "dims", "batch"), [("kda", (64, 64), 64), ("gdn", (256, 256), 1), ("gdn", (128, 128), 2)]
+)
+def test_scans_with_states_along_time_do_not_spill(op, dims, batch, capfd, monkeypatch):
+    """In bfloat16, forward and backward."""
+    monkeypatch.setitem(os.environ, "MOSAIC_GPU_DUMP_PTXAS", "1")
+    arrays, static = describe(op, dims, raw=False, batch=batch, time=256)
+    arrays["initial_state"] = jax.ShapeDtypeStruct((batch, 2, *dims), jnp.bfloat16)
+    static["return_states_every"] = 128
+    chunk = getattr(jfla, f"chunk_{op}")
+
+    def both(arrays: dict[str, Any]) -> dict[str, Any]:
+        out, adjoint = jax.vjp(lambda x: chunk(**x, **static), arrays)
+        return adjoint(out)[0]
+
+    compile_for_h200(both, arrays)
+    now = facts("".join(capfd.readouterr()), {})
+    assert {"jfla_output_scan", "jfla_backward_scans"} <= now.keys()
+    assert not [kernel for kernel in now if now[kernel]["spilled bytes"]]

@@ -1,5 +1,6 @@
 """The chunked ops on Hopper: forward and backward as lists of stage calls, from validated inputs to outputs."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from jfla.pallas.arrays import (
     qk_options,
     qkg_operands,
     to_kernel_state,
+    to_kernel_states,
 )
 from jfla.pallas.heuristics import Schedule
 from jfla.pallas.mgpu.overlap import PendingResults, overlap, run
@@ -99,7 +101,12 @@ def forward(
     final_dtype = None
     if options.return_final_state:
         final_dtype = options.state_dtype or F32
+    group_chunks = options.chunks_per_state
+    if group_chunks is not None:
+        schedule = _undivided(schedule)
+        num_checkpoints = 0
     kept = {"final_dtype": final_dtype, "num_checkpoints": num_checkpoints}
+    kept["group_chunks"] = group_chunks
     if schedule.overlap_ctas:
         config = ScanConfig(schedule.overlap_v_block, smem_bytes=schedule.smem_bytes)
 
@@ -139,14 +146,19 @@ def backward(
     with jax.named_scope("jfla_intra"):
         intra_results = run(intra_kernel(x, inputs, options, schedule, with_a=False))
     do = kernel_cotangent(d_output, inputs)
-    d_last = to_kernel_state(d_final)
+    group_chunks = options.chunks_per_state
+    d_last = to_kernel_state(d_final) if group_chunks is None else to_kernel_states(d_final)
+    if group_chunks is not None:
+        schedule = _undivided(schedule)
     if residuals.state_checkpoints is not None:
         by_span = _BySpan(options, schedule, qk_options(inputs, options), query_dtype(inputs))
         grads, dv, d_initial = jax.custom_batching.sequential_vmap(by_span)(
             x, intra_results.qk, intra_results.token_scalars, residuals, do, d_last
         )
         return cotangents(inputs, options, grads, dv, d_initial)
-    scans, d_initial = both_scans(x, schedule, intra_results.qk, residuals.intra, do, d_last)
+    scans, d_initial = both_scans(
+        x, schedule, intra_results.qk, residuals.intra, do, d_last, group_chunks
+    )
     with jax.named_scope("jfla_chunk_grads"):
         grads = grads_kernel(x, inputs, options, schedule, intra_results, scans)
     return cotangents(inputs, options, grads, scans.dv, d_initial)
@@ -159,6 +171,7 @@ def both_scans(
     pairs: IntraChunk,
     do: Array,
     d_last: Array | None,
+    group_chunks: int | None = None,
 ) -> tuple[ScanResults, Array | None]:
     """The states once more and their cotangents in reverse; and dS^T before the first chunk, if a state was given."""
     config = ScanConfig(schedule.scan_v_block, smem_bytes=schedule.smem_bytes)
@@ -167,8 +180,13 @@ def both_scans(
         with jax.named_scope("jfla_split_time"):
             ends = split_ends(qk, pairs, x.v, do, ends, config, schedule.time_splits)
     with jax.named_scope("jfla_backward_scans"):
-        keep_dstate = x.initial is not None
-        return backward_scans_kernel(qk, pairs, x.v, do, ends, config, keep_dstate=keep_dstate)
+        kept = {"keep_dstate": x.initial is not None, "group_chunks": group_chunks}
+        return backward_scans_kernel(qk, pairs, x.v, do, ends, config, **kept)
+
+
+def _undivided(schedule: Schedule) -> Schedule:
+    """Without time splits, so that a state along time has the bits that the call on those tokens alone gives it."""
+    return dataclasses.replace(schedule, time_splits=1)
 
 
 def _writes_in_place(inputs: Inputs) -> bool:

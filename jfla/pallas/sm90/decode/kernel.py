@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfla.gates import NORM_EPSILON
+from jfla.pallas.mgpu.copies import load_with_layout, store_from_layout
 from jfla.pallas.mgpu.launch import launch
 from jfla.pallas.mgpu.smem import F32
 from jfla.pallas.mgpu.types import Gmem, Index, Reg, Smem
@@ -26,8 +27,6 @@ from jfla.pallas.sm90.decode.layouts import (
     DecodeLayouts,
     broadcast_to_layout,
     decode_layouts,
-    load_with_layout,
-    store_from_layout,
 )
 from jfla.pallas.sm90.decode.spec import (
     DecodeOperands,

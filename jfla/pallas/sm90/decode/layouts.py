@@ -12,7 +12,7 @@ from typing import NamedTuple
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jfla.pallas.mgpu.types import Gmem, Layout, Reg, Smem
+from jfla.pallas.mgpu.types import Layout, Reg
 
 _WARPS = 4  # of a warpgroup
 _LANES = 32  # of a warp
@@ -78,19 +78,6 @@ def _token_keys_layout(time: int, key_dim: int) -> Layout:
         lane_dims=(-2,),
         vector_dim=-1,
     )
-
-
-def load_with_layout(ref: Gmem | Smem, layout: Layout) -> Reg:
-    """An array of global or shared memory in the registers that `layout` says, without TMA."""
-    return plgpu.load(ref, layout=layout, optimized=False)
-
-
-def store_from_layout(ref_gmem: Gmem, x: Reg) -> None:
-    """Registers to global memory as they lie, without TMA."""
-    if hasattr(plgpu, "store"):
-        plgpu.store(ref_gmem, x, optimized=False)
-    else:  # JAX 0.11
-        ref_gmem[...] = x
 
 
 def broadcast_to_layout(x: Reg, shape: tuple[int, ...], axis: int, layout: Layout) -> Reg:
