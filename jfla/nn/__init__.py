@@ -18,6 +18,8 @@ from jfla.nn.layers.kda import KimiDeltaAttention as KimiDeltaAttention
 from jfla.nn.models.delta_lm import DeltaLM as DeltaLM
 from jfla.nn.models.delta_lm import DeltaLMConfig as DeltaLMConfig
 from jfla.nn.models.loss import next_token_loss as next_token_loss
+from jfla.nn.models.serving import Request as Request
+from jfla.nn.models.serving import Server as Server
 from jfla.nn.weights.fla_config import fla_config as fla_config
 from jfla.nn.weights.load import load_hf as load_hf
 from jfla.nn.weights.load import load_mixer as load_mixer
