@@ -36,6 +36,7 @@ def mix_pooled(
     tails = []
     for convolution, inputs, pool in zip(convolutions, projected, cache.tails, strict=True):
         if packed:
+            assert segment_ids is not None  # they say whose a token is
             y, _ = convolution(inputs, segment_ids)
             tail = segment_tails(convolution, inputs, segment_ids, slots.shape[0])
         else:

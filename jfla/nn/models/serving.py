@@ -80,7 +80,8 @@ class Server:
                 f"num_slots and prefill_tokens must be at least 1, got {num_slots}, {prefill_tokens}"
             )
         cache = model.init_cache(num_slots, 1)
-        if not all(isinstance(layer, DeltaCache) for layer in cache):
+        layers = [layer for layer in cache if isinstance(layer, DeltaCache)]
+        if len(layers) < len(cache):
             raise ValueError("model must have delta-rule layers alone, got one with attention")
         self.num_slots = num_slots
         self.prefill_tokens = prefill_tokens
@@ -88,7 +89,7 @@ class Server:
         self.waiting: collections.deque[Request] = collections.deque()
         self.running: dict[int, Request] = {}
         self._graph, self._parameters = nnx.split(model)
-        self._pools = tuple((layer.state.astype(state_dtype), layer.tails) for layer in cache)
+        self._pools = tuple((layer.state.astype(state_dtype), layer.tails) for layer in layers)
 
     def submit(self, prompt: Sequence[int], length: int) -> Request:
         """Queues a request for `length` tokens behind a prompt; `step` and `run` fill it in."""
@@ -144,7 +145,7 @@ class Server:
             stop = start + len(request.prompt)
             tokens[0, start:stop] = request.prompt
             ids[0, start:stop] = i + 1
-            slots[0, i] = request.slot
+            slots[0, i] = _slot(request)
             last[i] = stop - 1
             start = stop
         chosen, self._pools = _prefill(
@@ -159,7 +160,7 @@ class Server:
         slots = np.full(rows, IDLE, np.int32)
         for row, request in enumerate(requests):
             tokens[row] = request.tokens[-1]
-            slots[row] = request.slot
+            slots[row] = _slot(request)
         chosen, self._pools = _decode(self._graph, self._parameters, self._pools, tokens, slots)
         self._take(requests, chosen)
 
@@ -173,9 +174,13 @@ class Server:
                 request.first = now
             if len(request.tokens) == request.length or token == self.end:
                 request.last = now
-                assert request.slot is not None  # it runs
-                del self.running[request.slot]
+                del self.running[_slot(request)]
                 request.slot = None
+
+
+def _slot(request: Request) -> int:
+    assert request.slot is not None  # it runs
+    return request.slot
 
 
 def _bucket(number: int, smallest: int) -> int:
