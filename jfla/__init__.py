@@ -11,6 +11,7 @@ from jfla.dispatch import explain as explain
 from jfla.gates import SigmoidGate as SigmoidGate
 from jfla.gates import SoftplusGate as SoftplusGate
 from jfla.packing import segment_ids_from_cu_seqlens as segment_ids_from_cu_seqlens
+from jfla.pool import accept as accept
 from jfla.types import DeltaRuleOutput as DeltaRuleOutput
 
 __version__ = "0.1.0"

@@ -1,5 +1,6 @@
 """The public ops: their signatures and meaning. `dispatch` validates a call, chooses an implementation and runs it."""
 
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jfla import dispatch
@@ -20,6 +21,8 @@ def chunk_kda(
     scale: float | None = None,
     initial_state: Float[Array, "B *S HV K V"] | None = None,
     return_final_state: bool = False,
+    return_states_every: int | None = None,
+    state_dtype: DTypeLike | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
     num_segments: int | None = None,
     implementation: Implementation | None = None,
@@ -42,8 +45,12 @@ def chunk_kda(
       eigenvalues.
     - `qk_norm`: l2-normalises q and k over K, `x * rsqrt(sum(x^2) + 1e-6)`.
     - `scale`: multiplies q; `K ** -0.5` by default.
-    - `initial_state`: `[B, HV, K, V]` float32, or `[B, S, HV, K, V]` with segments; zero by default.
+    - `initial_state`: `[B, HV, K, V]` float32 or bfloat16, or `[B, S, HV, K, V]` with segments; zero by default.
     - `return_final_state`: whether the state after the last token comes back.
+    - `return_states_every`: n, a multiple of 64. The final state is then `[B, ceil(T / n), HV, K, V]`, the states after
+      n, 2n, .. and T tokens: a later call that begins from one of them goes on as this one did. Not with `segment_ids`.
+    - `state_dtype`: float32 or bfloat16, the dtype of the final state; by default that of `initial_state`, or float32.
+      Between a call's tokens the state is float32 whatever it comes and goes as.
     - `segment_ids`: `[B, T]` integers in 1 .. S, not decreasing along T, 0 for padding at the end: sequences packed one
       behind the other that do not see each other. An id that does not occur is an empty sequence: its final state is
       its initial state.
@@ -55,8 +62,8 @@ def chunk_kda(
       first device; `final_state` is the same on all.
 
     **Returns:** `DeltaRuleOutput(output, final_state)`: `output` `[B, T, HV, V]` in the dtype of `v`; `final_state`
-    like `initial_state`, float32, or None unless asked for. Both are differentiable in every float argument, and
-    gradients come back in the dtype of their argument; padding has output and gradients of exactly 0.
+    like `initial_state`, in `state_dtype`, or None unless asked for. Both are differentiable in every float argument,
+    and gradients come back in the dtype of their argument; padding has output and gradients of exactly 0.
 
     **Rounding:** "xla" computes in float32 at the highest matmul precision (float64 if an input is float64). "pallas"
     rounds float16 to bfloat16, multiplies bfloat16 and accumulates in float32; the gates' sums, the state between
@@ -88,6 +95,8 @@ def chunk_kda(
         scale=scale,
         initial_state=initial_state,
         return_final_state=return_final_state,
+        return_states_every=return_states_every,
+        state_dtype=state_dtype,
         segment_ids=segment_ids,
         num_segments=num_segments,
         implementation=implementation,
@@ -108,6 +117,8 @@ def chunk_gdn(
     scale: float | None = None,
     initial_state: Float[Array, "B *S HV K V"] | None = None,
     return_final_state: bool = False,
+    return_states_every: int | None = None,
+    state_dtype: DTypeLike | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
     num_segments: int | None = None,
     implementation: Implementation | None = None,
@@ -130,8 +141,12 @@ def chunk_gdn(
       eigenvalues.
     - `qk_norm`: l2-normalises q and k over K, `x * rsqrt(sum(x^2) + 1e-6)`.
     - `scale`: multiplies q; `K ** -0.5` by default.
-    - `initial_state`: `[B, HV, K, V]` float32, or `[B, S, HV, K, V]` with segments; zero by default.
+    - `initial_state`: `[B, HV, K, V]` float32 or bfloat16, or `[B, S, HV, K, V]` with segments; zero by default.
     - `return_final_state`: whether the state after the last token comes back.
+    - `return_states_every`: n, a multiple of 64. The final state is then `[B, ceil(T / n), HV, K, V]`, the states after
+      n, 2n, .. and T tokens: a later call that begins from one of them goes on as this one did. Not with `segment_ids`.
+    - `state_dtype`: float32 or bfloat16, the dtype of the final state; by default that of `initial_state`, or float32.
+      Between a call's tokens the state is float32 whatever it comes and goes as.
     - `segment_ids`: `[B, T]` integers in 1 .. S, not decreasing along T, 0 for padding at the end: sequences packed one
       behind the other that do not see each other. An id that does not occur is an empty sequence: its final state is
       its initial state.
@@ -143,8 +158,8 @@ def chunk_gdn(
       first device; `final_state` is the same on all.
 
     **Returns:** `DeltaRuleOutput(output, final_state)`: `output` `[B, T, HV, V]` in the dtype of `v`; `final_state`
-    like `initial_state`, float32, or None unless asked for. Both are differentiable in every float argument, and
-    gradients come back in the dtype of their argument; padding has output and gradients of exactly 0.
+    like `initial_state`, in `state_dtype`, or None unless asked for. Both are differentiable in every float argument,
+    and gradients come back in the dtype of their argument; padding has output and gradients of exactly 0.
 
     **Rounding:** "xla" computes in float32 at the highest matmul precision (float64 if an input is float64). "pallas"
     rounds float16 to bfloat16, multiplies bfloat16 and accumulates in float32; the gates' sums, the state between
@@ -176,6 +191,8 @@ def chunk_gdn(
         scale=scale,
         initial_state=initial_state,
         return_final_state=return_final_state,
+        return_states_every=return_states_every,
+        state_dtype=state_dtype,
         segment_ids=segment_ids,
         num_segments=num_segments,
         implementation=implementation,
@@ -194,9 +211,11 @@ def recurrent_kda(
     beta_max: float | None = None,
     qk_norm: bool = False,
     scale: float | None = None,
-    initial_state: Float[Array, "B *S HV K V"] | None = None,
+    initial_state: Float[Array, "B_or_P *S HV K V"] | None = None,
     return_final_state: bool = False,
+    state_dtype: DTypeLike | None = None,
     return_states: bool = False,
+    state_slots: Int[Array, " B"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
     num_segments: int | None = None,
     implementation: Implementation | None = None,
@@ -205,8 +224,9 @@ def recurrent_kda(
 
         S <- exp(g_t)[:, None] S;    S <- S + k_t (beta_t (v_t - S^T k_t))^T;    o_t = S^T (scale q_t)
 
-    "pallas" is one kernel for up to 8 tokens a call. Donate `initial_state` (`jax.jit(..., donate_argnames=...)`), or
-    carry it through a `lax.scan`, and the state is written in place. Derivatives are those of "xla", which then runs.
+    "pallas" is one kernel for up to 8 tokens, and a launch for every 8 of a longer call: float32 throughout, where
+    `chunk_*` rounds to bfloat16 and is faster from about 100 tokens on. Donate `initial_state` (`donate_argnames` of
+    `jax.jit`), or carry it through a `lax.scan`, and the state is written in place. Derivatives are those of "xla".
 
     **Arguments:**
 
@@ -219,11 +239,19 @@ def recurrent_kda(
       eigenvalues.
     - `qk_norm`: l2-normalises q and k over K, `x * rsqrt(sum(x^2) + 1e-6)`.
     - `scale`: multiplies q; `K ** -0.5` by default.
-    - `initial_state`: `[B, HV, K, V]` float32, or `[B, S, HV, K, V]` with segments; zero by default.
+    - `initial_state`: `[B, HV, K, V]` float32 or bfloat16, or `[B, S, HV, K, V]` with segments; zero by default.
     - `return_final_state`: whether the state after the last token comes back.
+    - `state_dtype`: float32 or bfloat16, the dtype of the final state; by default that of `initial_state`, or float32.
+      Between a call's tokens the state is float32 whatever it comes and goes as.
     - `return_states`: `final_state` is then the state after every token, `[B, T, HV, K, V]`, whatever
       `return_final_state` says. `final_state[:, n - 1]` is the state after n tokens: where n of T drafted tokens are
-      accepted, decoding goes on from there. The initial state is not written over. Not with `segment_ids`.
+      accepted, decoding goes on from there. The initial state is not written over. Not with `segment_ids` but those of
+      a pool.
+    - `state_slots`: `[B]` integers. `initial_state` is then a pool `[P, HV, K, V]`: row b reads slot `state_slots[b]`,
+      and the final state is the pool with that slot written, each named at most once and the others as they were. -1
+      is an idle row, with an output of 0 and nothing written; so is what is no slot, where only a compiled call could
+      know. `segment_ids` is 1 on a row's tokens, 0 on the padding behind them, if rows have different numbers of
+      tokens. With `return_states` nothing is written: `jfla.accept` puts the accepted states back.
     - `segment_ids`: `[B, T]` integers in 1 .. S, not decreasing along T, 0 for padding at the end: sequences packed one
       behind the other that do not see each other. An id that does not occur is an empty sequence: its final state is
       its initial state.
@@ -231,8 +259,8 @@ def recurrent_kda(
     - `implementation`: None chooses (see `jfla.explain`); "pallas" and "xla" are taken as named and never fall back.
 
     **Returns:** `DeltaRuleOutput(output, final_state)`: `output` `[B, T, HV, V]` in the dtype of `v`; `final_state`
-    like `initial_state`, float32, or None unless asked for. Both are differentiable in every float argument, and
-    gradients come back in the dtype of their argument; padding has output and gradients of exactly 0.
+    like `initial_state`, in `state_dtype`, or None unless asked for. Both are differentiable in every float argument,
+    and gradients come back in the dtype of their argument; padding has output and gradients of exactly 0.
 
     **Rounding:** "xla" computes in float32 (float64 if an input is float64), and so does "pallas", with the GPU's
     approximate exponential; only the output is rounded, to the dtype of `v`.
@@ -263,7 +291,9 @@ def recurrent_kda(
         scale=scale,
         initial_state=initial_state,
         return_final_state=return_final_state,
+        state_dtype=state_dtype,
         return_states=return_states,
+        state_slots=state_slots,
         segment_ids=segment_ids,
         num_segments=num_segments,
         implementation=implementation,
@@ -281,9 +311,11 @@ def recurrent_gdn(
     beta_max: float | None = None,
     qk_norm: bool = False,
     scale: float | None = None,
-    initial_state: Float[Array, "B *S HV K V"] | None = None,
+    initial_state: Float[Array, "B_or_P *S HV K V"] | None = None,
     return_final_state: bool = False,
+    state_dtype: DTypeLike | None = None,
     return_states: bool = False,
+    state_slots: Int[Array, " B"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
     num_segments: int | None = None,
     implementation: Implementation | None = None,
@@ -292,8 +324,9 @@ def recurrent_gdn(
 
         S <- exp(g_t) S;    S <- S + k_t (beta_t (v_t - S^T k_t))^T;    o_t = S^T (scale q_t)
 
-    "pallas" is one kernel for up to 8 tokens a call. Donate `initial_state` (`jax.jit(..., donate_argnames=...)`), or
-    carry it through a `lax.scan`, and the state is written in place. Derivatives are those of "xla", which then runs.
+    "pallas" is one kernel for up to 8 tokens, and a launch for every 8 of a longer call: float32 throughout, where
+    `chunk_*` rounds to bfloat16 and is faster from about 100 tokens on. Donate `initial_state` (`donate_argnames` of
+    `jax.jit`), or carry it through a `lax.scan`, and the state is written in place. Derivatives are those of "xla".
 
     **Arguments:**
 
@@ -306,11 +339,19 @@ def recurrent_gdn(
       eigenvalues.
     - `qk_norm`: l2-normalises q and k over K, `x * rsqrt(sum(x^2) + 1e-6)`.
     - `scale`: multiplies q; `K ** -0.5` by default.
-    - `initial_state`: `[B, HV, K, V]` float32, or `[B, S, HV, K, V]` with segments; zero by default.
+    - `initial_state`: `[B, HV, K, V]` float32 or bfloat16, or `[B, S, HV, K, V]` with segments; zero by default.
     - `return_final_state`: whether the state after the last token comes back.
+    - `state_dtype`: float32 or bfloat16, the dtype of the final state; by default that of `initial_state`, or float32.
+      Between a call's tokens the state is float32 whatever it comes and goes as.
     - `return_states`: `final_state` is then the state after every token, `[B, T, HV, K, V]`, whatever
       `return_final_state` says. `final_state[:, n - 1]` is the state after n tokens: where n of T drafted tokens are
-      accepted, decoding goes on from there. The initial state is not written over. Not with `segment_ids`.
+      accepted, decoding goes on from there. The initial state is not written over. Not with `segment_ids` but those of
+      a pool.
+    - `state_slots`: `[B]` integers. `initial_state` is then a pool `[P, HV, K, V]`: row b reads slot `state_slots[b]`,
+      and the final state is the pool with that slot written, each named at most once and the others as they were. -1
+      is an idle row, with an output of 0 and nothing written; so is what is no slot, where only a compiled call could
+      know. `segment_ids` is 1 on a row's tokens, 0 on the padding behind them, if rows have different numbers of
+      tokens. With `return_states` nothing is written: `jfla.accept` puts the accepted states back.
     - `segment_ids`: `[B, T]` integers in 1 .. S, not decreasing along T, 0 for padding at the end: sequences packed one
       behind the other that do not see each other. An id that does not occur is an empty sequence: its final state is
       its initial state.
@@ -318,8 +359,8 @@ def recurrent_gdn(
     - `implementation`: None chooses (see `jfla.explain`); "pallas" and "xla" are taken as named and never fall back.
 
     **Returns:** `DeltaRuleOutput(output, final_state)`: `output` `[B, T, HV, V]` in the dtype of `v`; `final_state`
-    like `initial_state`, float32, or None unless asked for. Both are differentiable in every float argument, and
-    gradients come back in the dtype of their argument; padding has output and gradients of exactly 0.
+    like `initial_state`, in `state_dtype`, or None unless asked for. Both are differentiable in every float argument,
+    and gradients come back in the dtype of their argument; padding has output and gradients of exactly 0.
 
     **Rounding:** "xla" computes in float32 (float64 if an input is float64), and so does "pallas", with the GPU's
     approximate exponential; only the output is rounded, to the dtype of `v`.
@@ -352,7 +393,9 @@ def recurrent_gdn(
         scale=scale,
         initial_state=initial_state,
         return_final_state=return_final_state,
+        state_dtype=state_dtype,
         return_states=return_states,
+        state_slots=state_slots,
         segment_ids=segment_ids,
         num_segments=num_segments,
         implementation=implementation,

@@ -6,6 +6,7 @@ own again in the backward.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +43,10 @@ class Plan:
         return self.schedule if part == whole else schedule_of_part(options.op, part, self.schedule)
 
 
+def _output_dims(options: Options) -> Any:
+    return dims.OUTPUT if options.states_every is None else dims.STATES_OUTPUT
+
+
 def _forward(
     inputs: Inputs,
     options: Options,
@@ -51,7 +56,7 @@ def _forward(
     def kernels(inputs: Inputs) -> tuple[DeltaRuleOutput, Residuals]:
         stretch = stretch_of(inputs, options)
 
-        @split_by((dims.INPUTS,), (dims.OUTPUT, dims.RESIDUALS))
+        @split_by((dims.INPUTS,), (_output_dims(options), dims.RESIDUALS))
         def split(inputs: Inputs) -> tuple[DeltaRuleOutput, Residuals]:
             schedule = plan.schedule_for(inputs, options, whole)
             return sm90.forward(
@@ -87,7 +92,7 @@ def _backward(
     d_output: DeltaRuleOutput,
 ) -> Inputs:
     def kernels(inputs: Inputs, residuals: Residuals, d_output: DeltaRuleOutput) -> Inputs:
-        @split_by((dims.INPUTS, dims.RESIDUALS, dims.OUTPUT), dims.INPUTS)
+        @split_by((dims.INPUTS, dims.RESIDUALS, _output_dims(options)), dims.INPUTS)
         def split(inputs: Inputs, residuals: Residuals, d_output: DeltaRuleOutput) -> Inputs:
             schedule = plan.schedule_for(inputs, options, whole)
             return sm90.backward(inputs, options, schedule, residuals, *d_output)

@@ -119,7 +119,7 @@ def _validated(
 ) -> tuple[Inputs, Options, Implementation | None]:
     arguments: dict[str, Any] = DEFAULTS | kwargs
     if form == "recurrent":
-        arguments = {"return_states": False} | arguments
+        arguments = {"return_states": False, "state_slots": None} | arguments
     check = validate if form == "chunk" else validate_recurrent
     inputs, options = check(op, *args, **arguments)
     return inputs, options, arguments["implementation"]

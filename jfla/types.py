@@ -60,8 +60,9 @@ class DeltaRuleOutput(NamedTuple):
     """What every op returns, a named tuple.
 
     **Fields:** `output` `[B, T, HV, V]` in the dtype of v; `final_state` `[B, HV, K, V]`, or `[B, S, HV, K, V]` with a
-    state per segment, or `[B, T, HV, K, V]` with `return_states`, in float32 (float64 when the op computes in it), or
-    None when it was not asked for.
+    state per segment, or `[B, T, HV, K, V]` with `return_states`, `[B, ceil(T / n), HV, K, V]` with
+    `return_states_every=n`, the pool with `state_slots`. In `state_dtype`: bfloat16 after an initial state of bfloat16
+    and else float32 (float64 when the op computes in it). None when it was not asked for.
 
     >>> import jax, jfla
     >>> x = jax.numpy.ones((1, 3, 2, 4))
@@ -85,6 +86,7 @@ class Inputs(NamedTuple):
     gate: Gate | None
     initial_state: State | None
     segment_ids: SegmentIds | None
+    state_slots: Int[Array, " B"] | None = None  # then `initial_state` is a pool [P, HV, K, V]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,8 +101,21 @@ class Options:
     num_segments: int | None
     return_states: bool = False  # the final state is that after every token
     sequence_axis: AxisName | None = None  # over whose devices time is split: see jfla.parallel
+    states_every: int | None = (
+        None  # the final state is that after every so many tokens, and after the last
+    )
+    state_dtype: str | None = None  # of the final state; None: that of the computation
 
     @property
     def per_segment_state(self) -> bool:
         """Whether each packed segment has a state of its own going in or coming out."""
         return self.num_segments is not None
+
+    @property
+    def chunks_per_state(self) -> int | None:
+        """`states_every` in chunks."""
+        return None if self.states_every is None else self.states_every // CHUNK
+
+    def as_final_state(self, state: Array) -> Array:
+        """A computed state in the dtype in which the caller gets it."""
+        return state if self.state_dtype is None else state.astype(self.state_dtype)

@@ -29,7 +29,7 @@ class TokenInputs(NamedTuple):
 
 def canonicalize(inputs: Inputs, options: Options) -> TokenInputs:
     """Applies every elementwise transform of the call; NaN in padding goes no further than here."""
-    q, k, v, g, beta, gate, state, segment_ids = inputs
+    q, k, v, g, beta, gate, state, segment_ids, _ = inputs
     batch, time, heads, key_dim = q.shape
     value_heads, value_dim = v.shape[2:]
     q, k, v, g, beta = (without_padding(x, segment_ids) for x in (q, k, v, g, beta))

@@ -11,7 +11,11 @@ from jfla.types import CHUNK, Inputs, Options
 
 
 class ChunkInputs(NamedTuple):
-    """The tokens of TokenInputs in chunks, which come first. `slot` is None when there is one state per sequence."""
+    """The tokens of TokenInputs in chunks, which come first.
+
+    `slot` says which of the states a chunk ends with, None when there is one per sequence. It begins from the same, or
+    from that of `source`, where states are returned along time.
+    """
 
     q: Float[Array, "N B HV C K"]
     k: Float[Array, "N B HV C K"]
@@ -19,6 +23,7 @@ class ChunkInputs(NamedTuple):
     g: Float[Array, "N B HV C G"]
     beta: Float[Array, "N B HV C"]
     slot: Int[Array, "N B"] | None
+    source: Int[Array, "N B"] | None = None
 
 
 def prepare_chunks(
@@ -29,12 +34,30 @@ def prepare_chunks(
     tokens = canonicalize(inputs, options)
     arrays = (tokens.q, tokens.k, tokens.v, tokens.g, tokens.beta)
     slot = None
+    source = None
+    state = tokens.state
+    if options.chunks_per_state is not None:
+        slot, source = _slots_along_time(inputs, options.chunks_per_state)
+        num_later = -(-inputs.q.shape[1] // (options.chunks_per_state * CHUNK)) - 1
+        state = jnp.pad(state, [(0, 0), (0, num_later)] + [(0, 0)] * 3)
     if options.per_segment_state:
         grid = _aligned_grid(inputs, options)
         arrays = tuple(take_rows(x, grid.source) for x in arrays)
         slot = grid.segment.T
     q, k, v, g, beta = (to_chunks(x) for x in arrays)
-    return ChunkInputs(q, k, v, g, beta, slot), tokens.state
+    return ChunkInputs(q, k, v, g, beta, slot, source), state
+
+
+def _slots_along_time(
+    inputs: Inputs,
+    chunks_per_state: int,
+) -> tuple[Int[Array, "N B"], Int[Array, "N B"]]:
+    """Of every chunk the state that it ends with, and that which it begins from: at first the one before the other."""
+    batch, time = inputs.q.shape[:2]
+    chunk = jnp.arange(-(-time // CHUNK))[:, None]
+    before = jnp.maximum(chunk - 1, 0)
+    slots = jnp.broadcast_to(chunk // chunks_per_state, (chunk.shape[0], batch))
+    return slots, jnp.broadcast_to(before // chunks_per_state, slots.shape)
 
 
 def from_chunks(

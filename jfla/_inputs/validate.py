@@ -11,9 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.core import Tracer
+from jax.typing import DTypeLike
 
 from jfla.gates import Gate, SigmoidGate, SoftplusGate
-from jfla.types import AxisName, Inputs, Op, Options
+from jfla.pool import check_slots, is_known
+from jfla.types import CHUNK, AxisName, Inputs, Op, Options
 
 _NAMES = (None, "pallas", "xla")
 
@@ -25,6 +27,7 @@ DEFAULTS: dict[str, Any] = {
     "scale": None,
     "initial_state": None,
     "return_final_state": False,
+    "state_dtype": None,
     "segment_ids": None,
     "num_segments": None,
     "implementation": None,
@@ -33,6 +36,31 @@ DEFAULTS: dict[str, Any] = {
 
 
 def validate(
+    op: Op,
+    *arrays: Array,
+    return_states_every: int | None = None,
+    **arguments: Any,
+) -> tuple[Inputs, Options]:
+    """The arguments of a chunked `op` as Inputs and Options. Raises ValueError naming the argument at fault."""
+    _check_static({"return_states_every": return_states_every})
+    inputs, options = _validate(op, *arrays, **arguments, state_slots=None)
+    if return_states_every is None:
+        return inputs, options
+    if options.sequence_axis is not None:
+        raise ValueError(
+            "return_states_every must be None with sequence_axis (the final state is one state then), "
+            f"got {return_states_every}"
+        )
+    if inputs.segment_ids is not None:
+        raise ValueError(
+            "return_states_every must be None with segment_ids (it takes one sequence per row), "
+            f"got {return_states_every}"
+        )
+    every = int(return_states_every)
+    return inputs, dataclasses.replace(options, return_final_state=True, states_every=every)
+
+
+def _validate(
     op: Op,
     q: Array,
     k: Array,
@@ -46,22 +74,28 @@ def validate(
     scale: float | None,
     initial_state: Array | None,
     return_final_state: bool,
+    state_dtype: DTypeLike | None,
     segment_ids: Array | None,
     num_segments: int | None,
     implementation: str | None,
+    state_slots: Array | None,
     sequence_axis: AxisName | None = None,
 ) -> tuple[Inputs, Options]:
-    """The arguments of `op` as Inputs and Options. Raises ValueError naming the argument at fault."""
+    """What all ops have in common."""
     static = {
         "beta_max": beta_max, "qk_norm": qk_norm, "scale": scale, "return_final_state": return_final_state,
-        "num_segments": num_segments, "implementation": implementation,
+        "state_dtype": state_dtype, "num_segments": num_segments, "implementation": implementation,
     }  # fmt: skip
     _check_static(static)
     _check_gate_type(gate)
     _check_sequence_axis(sequence_axis)
 
     needed = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
-    optional = {"initial_state": initial_state, "segment_ids": segment_ids}
+    optional = {
+        "initial_state": initial_state,
+        "segment_ids": segment_ids,
+        "state_slots": state_slots,
+    }
     optional |= {
         "gate.a_log": getattr(gate, "a_log", None),
         "gate.dt_bias": getattr(gate, "dt_bias", None),
@@ -72,10 +106,11 @@ def validate(
         _check_dtype(name, x)
     _check_shapes(op, arrays, num_segments, return_final_state)
     _check_devices(arrays)
-    if "segment_ids" in arrays:
-        num_segments = (
-            arrays["initial_state"].shape[1] if "initial_state" in arrays else num_segments
-        )
+    if "state_slots" in arrays:
+        _check_pool(arrays, state_dtype)
+    elif "segment_ids" in arrays:
+        if "initial_state" in arrays:
+            num_segments = arrays["initial_state"].shape[1]
         _check_segment_ids(arrays["segment_ids"], num_segments)
 
     states = return_final_state or initial_state is not None
@@ -87,6 +122,7 @@ def validate(
         return_final_state=bool(return_final_state),
         num_segments=int(num_segments) if num_segments is not None and states else None,
         sequence_axis=sequence_axis,
+        state_dtype=_final_dtype(state_dtype, arrays),
     )
     if gate is not None:
         gate = dataclasses.replace(
@@ -101,6 +137,7 @@ def validate(
         gate=gate,
         initial_state=arrays.get("initial_state"),
         segment_ids=_as_int32(arrays.get("segment_ids")),
+        state_slots=arrays.get("state_slots"),
     )
     return inputs, options
 
@@ -109,22 +146,57 @@ def validate_recurrent(
     op: Op,
     *arrays: Array,
     return_states: bool,
+    state_slots: Array | None,
     **arguments: Any,
 ) -> tuple[Inputs, Options]:
-    """`validate` for the ops that go token by token, which can also return the state after every token."""
+    """The same for the ops that go token by token, which take pools and return the state after every token."""
     _check_static({"return_states": return_states})
-    if not return_states:
-        return validate(op, *arrays, **arguments)
-    if arguments["segment_ids"] is not None:
+    if return_states and state_slots is None and arguments["segment_ids"] is not None:
         raise ValueError(
             "return_states must be False with segment_ids (it takes one sequence per row), got True"
         )
-    inputs, options = validate(op, *arrays, **arguments)
+    inputs, options = _validate(op, *arrays, **arguments, state_slots=state_slots)
+    if not return_states:
+        return inputs, options
     return inputs, dataclasses.replace(options, return_final_state=True, return_states=True)
+
+
+def _final_dtype(state_dtype: DTypeLike | None, arrays: dict[str, Array]) -> str | None:
+    """Of the final state: as asked for; else a pool stays as it is, bfloat16 goes on as bfloat16, and None."""
+    if state_dtype is not None:
+        return jnp.dtype(state_dtype).name
+    initial_state = arrays.get("initial_state")
+    if initial_state is None:
+        return None
+    stays = "state_slots" in arrays or initial_state.dtype == jnp.bfloat16
+    return initial_state.dtype.name if stays else None
+
+
+def _check_pool(arrays: dict[str, Array], state_dtype: DTypeLike | None) -> None:
+    """One sequence per row, every slot there once, and one dtype."""
+    pool = arrays["initial_state"]
+    check_slots(arrays["state_slots"], pool.shape[0])
+    if "segment_ids" in arrays:
+        _check_segment_ids(arrays["segment_ids"], 1)
+    if state_dtype is not None and jnp.dtype(state_dtype) != pool.dtype:
+        raise ValueError(
+            f"state_dtype must be None or the pool's {pool.dtype} with state_slots, got {jnp.dtype(state_dtype)}"
+        )
+
+
+def _is_state_dtype(x: Any) -> bool:
+    try:
+        return jnp.dtype(x) in (jnp.float32, jnp.bfloat16)
+    except TypeError:
+        return False
 
 
 def _is_number(x: Any) -> bool:
     return isinstance(x, numbers.Real) and not isinstance(x, bool) and math.isfinite(x)
+
+
+def _is_int(x: Any) -> bool:
+    return isinstance(x, (int, np.integer)) and not isinstance(x, bool)
 
 
 def _is_flag(x: Any) -> bool:
@@ -138,8 +210,11 @@ _STATIC_RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "scale": ("None or a static finite number", lambda x: x is None or _is_number(x)),
     "return_final_state": ("True or False", _is_flag),
     "return_states": ("True or False", _is_flag),
+    "return_states_every": (f"None or a static multiple of {CHUNK}",
+                            lambda x: x is None or (_is_int(x) and bool(x >= CHUNK and x % CHUNK == 0))),
+    "state_dtype": ("None, float32 or bfloat16", lambda x: x is None or _is_state_dtype(x)),
     "num_segments": ("None or a static int of at least 1",
-                     lambda x: x is None or (isinstance(x, (int, np.integer)) and not _is_flag(x) and bool(x >= 1))),
+                     lambda x: x is None or (_is_int(x) and bool(x >= 1))),
     "implementation": (f"one of {_NAMES}", lambda x: x is None or (isinstance(x, str) and x in _NAMES)),
 }  # fmt: skip
 
@@ -202,12 +277,14 @@ def _as_int32(ids: Array | None) -> Array | None:
 
 
 def _check_dtype(name: str, x: Array) -> None:
-    if name == "segment_ids":
+    if name in ("segment_ids", "state_slots"):
         if not jnp.issubdtype(x.dtype, jnp.integer):
-            raise ValueError(f"segment_ids must be integer, got {x.dtype}")
+            raise ValueError(f"{name} must be integer, got {x.dtype}")
     elif name == "initial_state":
-        if x.dtype not in (jnp.float32, jnp.float64):
-            raise ValueError(f"initial_state must be float32 (or float64), got {x.dtype}")
+        if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float64):
+            raise ValueError(
+                f"initial_state must be float32 or bfloat16 (or float64), got {x.dtype}"
+            )
     elif x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64):
         raise ValueError(f"{name} must be float32, bfloat16, float16 or float64, got {x.dtype}")
 
@@ -255,7 +332,17 @@ def _array_rules(
     yield "gate.dt_bias", per_head, f"[{letters}]"
     yield "segment_ids", (batch, time), "[B, T]"
     state = (value_heads, key_dim, value_dim)
-    if "segment_ids" not in arrays:
+    if "state_slots" in arrays:
+        yield "state_slots", (batch,), "[B]"
+        if num_segments is not None:
+            raise ValueError(f"num_segments must be None with state_slots, got {num_segments}")
+        if "initial_state" not in arrays:
+            raise ValueError(
+                "initial_state must be a pool [P, HV, K, V] with state_slots, got None"
+            )
+        num_slots = max([1, *arrays["initial_state"].shape[:1]])
+        yield "initial_state", (num_slots, *state), "[P, HV, K, V]"
+    elif "segment_ids" not in arrays:
         if num_segments is not None:
             raise ValueError(f"num_segments must be None without segment_ids, got {num_segments}")
         yield "initial_state", (batch, *state), "[B, HV, K, V]"
@@ -291,10 +378,7 @@ def _check_devices(arrays: dict[str, Array]) -> None:
 
 def _check_segment_ids(segment_ids: Array, num_segments: int | None) -> None:
     """Looks at the values where there are any; under a transformation they are the caller's word."""
-    if (
-        isinstance(segment_ids, (Tracer, jax.ShapeDtypeStruct))
-        or not segment_ids.is_fully_addressable
-    ):
+    if not is_known(segment_ids):
         return
     ids = np.asarray(segment_ids)
     if ids.min() < 0:

@@ -79,6 +79,22 @@ def demo(
 
 
 @app.command()
+def serve_demo(
+    op: Annotated[Op, typer.Option(help="Kimi Delta Attention or Gated DeltaNet.")] = Op.kda,
+    requests: Annotated[int, typer.Option(min=1, help="Random requests, of any length.")] = 32,
+    slots: Annotated[int, typer.Option(min=1, help="Requests that run at a time.")] = 8,
+    out: Annotated[
+        pathlib.Path, typer.Option(file_okay=False, help="Folder of the picture.")
+    ] = pathlib.Path("jfla-demo"),
+    seed: Annotated[int, typer.Option(min=0, help="Seed of parameters and requests.")] = 0,
+) -> None:
+    """Serve random requests from a pool of states: throughput and latency, one at a time and many."""
+    from jfla.cli.serve import Workload, run
+
+    run(op.value, out, Console(), Workload(requests=requests, slots=slots, seed=seed))
+
+
+@app.command()
 def bench(
     sets: Annotated[
         list[str] | None,

@@ -23,6 +23,8 @@ from jfla.nn.models.config import ModelConfig as ModelConfig
 from jfla.nn.models.delta_lm import DeltaLM as DeltaLM
 from jfla.nn.models.delta_lm import DeltaLMConfig as DeltaLMConfig
 from jfla.nn.models.loss import next_token_loss as next_token_loss
+from jfla.nn.models.serving import Request as Request
+from jfla.nn.models.serving import Server as Server
 from jfla.nn.weights.fla_config import fla_config as fla_config
 from jfla.nn.weights.hf import from_config as from_config
 from jfla.nn.weights.hf import hf_config as hf_config

@@ -73,8 +73,15 @@ def _match(keep: Bool[Array, "B T"], x: Array) -> Bool[Array, "B T *ones"]:
 
 
 def to_kernel_state(state: State | None) -> Float[Array, "B HV 1 V K"] | None:
-    """S^T as the scans keep it, before a single time split."""
-    return None if state is None else state.mT[:, :, None]
+    """S^T float32 as the scans keep it, before a single time split."""
+    return None if state is None else state.astype(F32).mT[:, :, None]
+
+
+def to_kernel_states(
+    states: Float[Array, "B groups HV K V"] | None,
+) -> Float[Array, "B HV groups V K"] | None:
+    """S^T float32 of several states along time."""
+    return None if states is None else jnp.moveaxis(states.astype(F32).mT, 1, 2)
 
 
 def kernel_cotangent(
@@ -143,8 +150,9 @@ def cotangents(
         return tokens(x.reshape(*x.shape[:2], -1).swapaxes(1, 2))
 
     scalar_gate = options.op.scalar_gate
-    if d_initial is not None:
-        d_initial = vary_with(d_initial[:, :, 0].mT, *differentiable)
+    if d_initial is not None and inputs.initial_state is not None:
+        d_state = d_initial[:, :, 0].mT.astype(inputs.initial_state.dtype)
+        d_initial = vary_with(d_state, *differentiable)
     beta = write_strength(without_padding(inputs.beta, inputs.segment_ids), options.beta_max)
     return Inputs(
         q=_to_query(tokens(grads.dq), inputs.q, inputs, options),

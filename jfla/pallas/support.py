@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from jfla.pallas.context import Target, interpreting, target
-from jfla.pallas.heuristics import DECODE_TOKENS, HOPPER_SMS, SUPPORTED_DIMS
+from jfla.pallas.heuristics import HOPPER_SMS, SUPPORTED_DIMS
 from jfla.types import Form, Inputs, Options
 
 
@@ -30,8 +30,8 @@ def unsupported_call(form: Form, inputs: Inputs, options: Options) -> str | None
     for name in ("g", "beta"):
         if getattr(inputs, name).dtype == jnp.float64:
             return f"{name} is float64; the kernels compute in float32"
-    if inputs.initial_state is not None and inputs.initial_state.dtype != jnp.float32:
-        return f"initial_state is {inputs.initial_state.dtype}; the kernels take float32"
+    if inputs.initial_state is not None and inputs.initial_state.dtype == jnp.float64:
+        return "initial_state is float64; the kernels take float32 and bfloat16"
     for letter, size in (("K", inputs.q.shape[-1]), ("V", inputs.v.shape[-1])):
         if size not in SUPPORTED_DIMS:
             return f"{letter} = {size}; the kernels take {letter} in {SUPPORTED_DIMS}"
@@ -51,10 +51,7 @@ def _unsupported_chunk(inputs: Inputs, options: Options) -> str | None:
 
 
 def _unsupported_recurrent(inputs: Inputs) -> str | None:
-    time = inputs.q.shape[1]
-    if time > DECODE_TOKENS:
-        return f"T = {time}; the decode kernel takes up to {DECODE_TOKENS} tokens a call"
-    if inputs.segment_ids is not None:
+    if inputs.segment_ids is not None and inputs.state_slots is None:
         return "segment_ids; the decode kernel takes one sequence per row"
     return _wrong_dtype(inputs, jnp.bfloat16, jnp.float16, jnp.float32)
 

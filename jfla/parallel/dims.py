@@ -27,7 +27,21 @@ INPUTS = _named(
     initial_state="B HV K V",
     segment_ids="B T",
 )
+# Rows that name slots of a pool all see it whole: only heads may be split.
+POOL_INPUTS = _named(
+    Inputs,
+    q="rows T H K",
+    k="rows T H K",
+    v="rows T HV V",
+    g="rows T HV G",
+    beta="rows T HV",
+    gate="HV K",
+    initial_state="P HV K V",
+    segment_ids="rows T",
+    state_slots="rows",
+)
 OUTPUT = _named(DeltaRuleOutput, output="B T HV V", final_state="B HV K V")
+STATES_OUTPUT = OUTPUT._replace(final_state="B states HV K V")
 RESIDUALS = _named(
     Residuals,
     intra=_named(IntraChunk, a_qk="B HV N C C", a_inv="B HV N C C"),

@@ -28,6 +28,11 @@ def split_by_type(run: Run) -> Run:
         spec = jax.typeof(inputs.v).sharding.spec if mesh is not None else None
         if mesh is None or spec is None or spec[1] is None or options.sequence_axis is not None:
             return run(inputs, options)
+        if options.states_every is not None:
+            raise NotImplementedError(
+                "return_states_every with v's time split over explicit mesh axes: the states along time have no layout; "
+                f"reshard v, whose type is split by {spec}, so that time is whole"
+            )
         axes = {"B": spec[0], "T": spec[1], "HV": spec[2], "H": spec[2]}
         if inputs.q.shape[2] % _size(mesh, spec[2]):
             axes |= {"H": None, "HV": None}  # more devices than query heads

@@ -17,8 +17,8 @@ def compiler_partitioned(run: Run) -> Run:
     """`run`, partitioned by JAX's compiler inside even where mesh axes are explicit (`AxisType.Explicit`).
 
     Rows and heads do not see each other: there is nothing that a caller could say about the layout of what is in
-    between. The output is laid out as v, the final state (every token's, too) as the initial one, or along v's rows and
-    heads.
+    between. The output is laid out as v, the final state (several along time, too) as the initial one, or along v's
+    rows and heads.
     """
 
     @functools.wraps(run)
@@ -30,8 +30,8 @@ def compiler_partitioned(run: Run) -> Run:
         state = P(output[0], *([None] * options.per_segment_state), output[2])
         if inputs.initial_state is not None:
             state = jax.typeof(inputs.initial_state).sharding.spec
-        if options.return_states:
-            state = P(state[0], None, *state[1:])
+        if options.return_states or options.states_every is not None:
+            state = P(output[0], None, *state[1:])
         layout: Any = (output, state if options.return_final_state else None)
 
         def inside(inputs: Inputs) -> tuple[Any, ...]:

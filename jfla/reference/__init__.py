@@ -124,6 +124,7 @@ def chunk_gdn(
 
 def _recurrent(op: Op, *arrays: Array, return_states: bool, **arguments: Any) -> DeltaRuleOutput:
     arguments = _complete(arguments)
+    arguments = {"state_slots": None} | arguments
     inputs, options = validate_recurrent(op, *arrays, return_states=return_states, **arguments)
     return recurrent.run(inputs, options)
 

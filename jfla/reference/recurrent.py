@@ -16,6 +16,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jfla._inputs.canonicalize import TokenInputs, canonicalize, without_padding
+from jfla._inputs.pooled import on_pool
 from jfla.packing import read_slot, write_slot
 from jfla.parallel.sharding import compiler_partitioned
 from jfla.types import DeltaRuleOutput, Inputs, Options
@@ -67,11 +68,18 @@ def scan(
 @functools.partial(jax.jit, static_argnames="options")
 def run(inputs: Inputs, options: Options) -> DeltaRuleOutput:
     """Runs the definition on validated inputs: any float dtype, differentiable in every mode and to any order."""
+    if inputs.state_slots is not None:
+        return on_pool(_run_rows, inputs, options)
+    return _run_rows(inputs, options)
+
+
+def _run_rows(inputs: Inputs, options: Options) -> DeltaRuleOutput:
     with jax.named_scope("jfla_recurrent"), jax.default_matmul_precision("highest"):
         tokens = canonicalize(inputs, options)
         output, states = scan(tokens, options.return_states)
         final = None
         if options.return_final_state:
             final = states if options.per_segment_state or options.return_states else states[:, 0]
+            final = options.as_final_state(final)
         output = without_padding(output, inputs.segment_ids)
         return DeltaRuleOutput(output.astype(inputs.v.dtype), final)

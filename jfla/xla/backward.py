@@ -50,15 +50,20 @@ def dstate_scan(
     """Chunks in reverse. Needs no forward state."""
 
     def chunk(carried: Carried, xs: tuple[Any, ...]) -> tuple[Carried, tuple[Array, Array]]:
-        q_from_start, k_from_start, k_to_end, chunk_decay, beta, inverse, do, dv_local, slot = xs
+        q_from_start, k_from_start, k_to_end, chunk_decay, beta, inverse, do, dv_local = xs[:8]
+        slot, source = xs[8:]
         dstate = read_state(carried, slot)
         y = inverse.mT @ (dv_local + k_to_end @ dstate)
         dv = beta[..., None] * y
         start = chunk_decay[..., None] * dstate + q_from_start.mT @ do - k_from_start.mT @ dv
+        if source is not None:  # the state was read there, and there it may have been returned, too
+            carried = write_state(carried, slot, jnp.zeros_like(start))
+            start = start + read_state(carried, source)
+            slot = source
         return write_state(carried, slot, start), (dstate, y)
 
     dv_local = pairs.a_qk.mT @ do
-    xs = (*qk, x.beta, pairs.inverse, do, dv_local, x.slot)
+    xs = (*qk, x.beta, pairs.inverse, do, dv_local, x.slot, x.source)
     d_initial, (dstates, y) = lax.scan(chunk, d_final, xs, reverse=True)
     return DstatesAndValues(dstates, y, d_initial)
 

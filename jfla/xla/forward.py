@@ -68,14 +68,15 @@ def state_scan(x: ChunkInputs, initial: Carried, qk: DecayedQK, pairs: Pairs) ->
     """Chunk after chunk, from the states at the start of time."""
 
     def chunk(carried: Carried, xs: tuple[Any, ...]) -> tuple[Carried, tuple[Array, ...]]:
-        k_from_start, k_to_end, chunk_decay, v, beta, inverse, slot = xs
-        state = read_state(carried, slot)
+        k_from_start, k_to_end, chunk_decay, v, beta, inverse, slot, source = xs
+        state = read_state(carried, slot if source is None else source)
         error = v - k_from_start @ state
         v_new = inverse @ (beta[..., None] * error)
         end = chunk_decay[..., None] * state + k_to_end.mT @ v_new
         return write_state(carried, slot, end), (state, error, v_new)
 
-    xs = (qk.k_from_start, qk.k_to_end, qk.chunk_decay, x.v, x.beta, pairs.inverse, x.slot)
+    xs = (qk.k_from_start, qk.k_to_end, qk.chunk_decay, x.v, x.beta, pairs.inverse)
+    xs += (x.slot, x.source)
     final, (states, error, v_new) = lax.scan(chunk, initial, xs)
     return StatesAndValues(states, error, v_new, final)
 

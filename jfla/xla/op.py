@@ -59,9 +59,12 @@ def forward(
         if stretch is not None:
             final = stretch.own(final)
         output = from_chunks(output, inputs, options)
-        final = final if options.per_segment_state else final[:, 0]
         kept = Residuals(pairs, entered)
-        return DeltaRuleOutput(output, final if options.return_final_state else None), kept
+        if not options.return_final_state:
+            return DeltaRuleOutput(output, None), kept
+        final = options.as_final_state(final)
+        one_state = not options.per_segment_state and options.states_every is None
+        return DeltaRuleOutput(output, final[:, 0] if one_state else final), kept
 
 
 def backward_of(
@@ -76,12 +79,12 @@ def backward_of(
     def prepared(differentiable: Inputs) -> tuple[tuple[ChunkInputs, Carried], Any]:
         inputs_with_ids = differentiable._replace(segment_ids=inputs.segment_ids)
         x, initial = prepare_chunks(inputs_with_ids, options)
-        return (x._replace(slot=None), initial), x.slot
+        return (x._replace(slot=None, source=None), initial), (x.slot, x.source)
 
     with jax.named_scope("jfla_chunk_backward"), jax.default_matmul_precision("highest"):
         without_ids = inputs._replace(segment_ids=None)
-        (x, initial), adjoint, slot = jax.vjp(prepared, without_ids, has_aux=True)
-        x = x._replace(slot=slot)
+        (x, initial), adjoint, (slot, source) = jax.vjp(prepared, without_ids, has_aux=True)
+        x = x._replace(slot=slot, source=source)
         to_output = lambda o: from_chunks(o, inputs, options)
         (do,) = jax.linear_transpose(to_output, x.v)(d_output.output)
         d_final = jnp.zeros_like(initial)

@@ -89,7 +89,6 @@ def test_what_is_asked_for_by_name_is_taken_or_refused(function):
             },
             "states per segment",
         ),
-        (jfla.recurrent_gdn, {"time": 9}, {}, "T = 9; the decode kernel takes up to 8 tokens"),
         (
             jfla.recurrent_kda,
             {},

@@ -60,8 +60,8 @@ RULES = [
     ({"segment_ids": "x"}, "segment_ids must be an array, got str"),
     ({"segment_ids": ones(B, T)}, "segment_ids must be integer, got float32"),
     ({"segment_ids": ones(B, T, dtype=bool)}, "segment_ids must be integer, got bool"),
-    ({"initial_state": STATE.astype(jnp.bfloat16)}, "initial_state must be float32 (or float64), got bfloat16"),
-    ({"initial_state": STATE.astype(jnp.int32)}, "initial_state must be float32 (or float64), got int32"),
+    *[({"initial_state": STATE.astype(x)}, f"initial_state must be float32 or bfloat16 (or float64), got {x}")
+      for x in ("float16", "int32")],
     # Shapes.
     ({"q": ones(B, T, K)}, "q must be [B, T, H, K] with no axis of length 0, got [2, 6, 3]"),
     ({"q": ones(B, T, 1, H, K)}, "q must be [B, T, H, K] with no axis of length 0, got [2, 6, 1, 2, 3]"),
@@ -100,6 +100,8 @@ RULES = [
       for x in ("x", float("nan"), float("inf"), False, 1j, jnp.ones(()))],
     *[({"qk_norm": x}, f"qk_norm must be True or False, got {x!r}") for x in (None, 1, "l2")],
     *[({"return_final_state": x}, f"return_final_state must be True or False, got {x!r}") for x in (None, 1)],
+    *[({"state_dtype": x}, f"state_dtype must be None, float32 or bfloat16, got {x!r}")
+      for x in ("float16", float, "x", 32, jnp.float64)],
     *[({"num_segments": x, "segment_ids": IDS}, f"num_segments must be None or a static int of at least 1, got {x!r}")
       for x in (0, -1, 2.0, "3", True)],
     *[({"implementation": x}, f"implementation must be one of (None, 'pallas', 'xla'), got {x!r}")

@@ -272,7 +272,6 @@ def test_derivatives_and_batches(every):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"time": 9}, "T = 9"),
         ({"key_dim": 96}, "K = 96"),
         ({"value_dim": 96}, "V = 96"),
         ({"segments": 2}, "segment_ids"),

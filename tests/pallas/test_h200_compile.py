@@ -80,11 +80,15 @@ REPORT = pathlib.Path(__file__).with_name("h200_report.json")
 COUNTED = {"wgmma": "HGMMA", "copies in": "UTMALDG", "copies out": "UTMASTG", "exp2": "MUFU.EX2"}
 DECODE_COUNTED = {"16-byte loads": "LD.E.128", "16-byte stores": "ST.E.128"}
 DECODE_CONFIGURATIONS = [
-    ("kda", (128, 128), 1, 64, False),
-    ("kda", (64, 128), 8, 64, False),
-    ("gdn", (128, 64), 3, 1, False),
-    ("kda", (128, 128), 8, 256, True),
-    ("kda", (256, 256), 8, 64, False),
+    ("kda", (128, 128), 1, 64, ""),
+    ("kda", (64, 128), 8, 64, ""),
+    ("gdn", (128, 64), 3, 1, ""),
+    ("kda", (128, 128), 8, 256, "every state"),
+    ("kda", (256, 256), 8, 64, ""),
+    ("kda", (128, 128), 1, 256, "bfloat16 pool"),
+    ("gdn", (128, 128), 4, 64, "bfloat16 pool, rows of any length"),
+    ("kda", (64, 64), 8, 1, "bfloat16"),
+    ("kda", (256, 256), 8, 64, "pool, every state"),
 ]
 
 
@@ -174,19 +178,23 @@ def test_kernels_compile_as_written_down(op, dims, raw, batch, capfd, monkeypatc
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize(("op", "dims", "time", "batch", "every"), DECODE_CONFIGURATIONS)
-def test_the_decode_kernel_compiles_as_written_down(
-    op, dims, time, batch, every, capfd, monkeypatch
-):
-    """No spilled register, and the state goes through device memory 16 bytes at a time: every float once each way.
+@pytest.mark.parametrize(("op", "dims", "time", "batch", "how"), DECODE_CONFIGURATIONS)
+def test_the_decode_kernel_compiles_as_written_down(op, dims, time, batch, how, capfd, monkeypatch):
+    """No spilled register, and the state goes through device memory 16 bytes at a time: every number once each way.
 
-    Where `every` token's state is wanted, the loop over tokens has those stores, and there are no others.
+    Where every token's state is wanted, the loop over tokens has those stores, and there are no others.
     """
     monkeypatch.setitem(os.environ, "MOSAIC_GPU_DUMP_PTXAS", "1")
     monkeypatch.setitem(os.environ, "MOSAIC_GPU_DUMP_SASS", "1")
     arrays, static = describe(op, dims, raw=True, batch=batch, time=time)
     heads = arrays["v"].shape[2]
-    arrays["initial_state"] = jax.ShapeDtypeStruct((batch, heads, *dims), jnp.float32)
+    dtype = jnp.bfloat16 if "bfloat16" in how else jnp.float32
+    arrays["initial_state"] = jax.ShapeDtypeStruct((batch, heads, *dims), dtype)
+    if "pool" in how:
+        arrays["state_slots"] = jax.ShapeDtypeStruct((batch,), jnp.int32)
+    if "rows" in how:
+        arrays["segment_ids"] = jax.ShapeDtypeStruct((batch, time), jnp.int32)
+    every = "every state" in how
     recurrent = getattr(jfla, f"recurrent_{op}")
 
     def decode(arrays: dict[str, Any]) -> jfla.DeltaRuleOutput:
@@ -195,5 +203,27 @@ def test_the_decode_kernel_compiles_as_written_down(
     compile_for_h200(decode, arrays)
     now = facts("".join(capfd.readouterr()), DECODE_COUNTED)
     assert not [kernel for kernel in now if now[kernel]["spilled bytes"]]
-    name = f"{op} K{dims[0]} V{dims[1]}, decode T{time}{', every state' if every else ''}, B{batch}"
+    name = f"{op} K{dims[0]} V{dims[1]}, decode T{time}{', ' * bool(how)}{how}, B{batch}"
     check_report(name, now, DECODE_COUNTED)
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(
+    ("op", "dims", "batch"), [("kda", (64, 64), 64), ("gdn", (256, 256), 1), ("gdn", (128, 128), 2)]
+)
+def test_scans_with_states_along_time_do_not_spill(op, dims, batch, capfd, monkeypatch):
+    """In bfloat16, forward and backward."""
+    monkeypatch.setitem(os.environ, "MOSAIC_GPU_DUMP_PTXAS", "1")
+    arrays, static = describe(op, dims, raw=False, batch=batch, time=256)
+    arrays["initial_state"] = jax.ShapeDtypeStruct((batch, 2, *dims), jnp.bfloat16)
+    static["return_states_every"] = 128
+    chunk = getattr(jfla, f"chunk_{op}")
+
+    def both(arrays: dict[str, Any]) -> dict[str, Any]:
+        out, adjoint = jax.vjp(lambda x: chunk(**x, **static), arrays)
+        return adjoint(out)[0]
+
+    compile_for_h200(both, arrays)
+    now = facts("".join(capfd.readouterr()), {})
+    for kernel in ("jfla_output_scan", "jfla_backward_scans"):
+        assert now[kernel]["spilled bytes"] == 0

@@ -205,3 +205,34 @@ def test_decoding_compiled_for_four_gpus_moves_nothing():
     assert not COLLECTIVES.findall(text)
     assert "f32[1,2,64,64]" in text  # a device's part of the state
     assert "f32[2,4,64,64]" not in text
+
+
+@pytest.mark.aot
+def test_decoding_from_a_pool_compiled_for_four_gpus_splits_its_heads():
+    """Every GPU has all rows and all slots of its own heads, and moves nothing."""
+    arrays = described_on_four_h200s("kda", time=2)
+    mesh = arrays["v"].sharding.mesh
+
+    def by_head(name: str, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        axis = {"a_log": 0, "dt_bias": 0, "initial_state": 1}.get(name, 2)
+        lay = NamedSharding(mesh, P(*[None] * axis, "y"))
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=lay)
+
+    arrays = {name: by_head(name, x.shape, x.dtype) for name, x in arrays.items()}
+    pool_shape = (8, *arrays.pop("initial_state").shape[1:])
+    pool = by_head("initial_state", pool_shape, jnp.bfloat16)
+    slots = jax.ShapeDtypeStruct((2,), jnp.int32, sharding=NamedSharding(mesh, P()))
+
+    def decode(arrays: dict[str, Any], pool: jax.Array, slots: jax.Array) -> DeltaRuleOutput:
+        main, rest = main_and_rest(arrays)
+        rest |= {"return_final_state": True, "implementation": "pallas"}
+        rest |= {"initial_state": pool, "state_slots": slots}
+        return jfla.recurrent_kda(*main, **rest, qk_norm=True, beta_max=1.0)
+
+    with jfla.pallas.compiling_for("9.0"):
+        jitted = jax.jit(decode, donate_argnums=1)
+        text = jitted.trace(arrays, pool, slots).lower().compile().as_text()
+    assert "bf16[8,2,64,64]" in text  # a device's heads of the pool
+    assert "bf16[8,4,64,64]" not in text
+    assert not re.search(r"bf16\[8,2,64,64\]\S* copy\(", text)  # it is written in place
+    assert not COLLECTIVES.findall(text)

@@ -14,11 +14,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Shaped
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jfla.gates import Gate, log_decay, write_strength
 from jfla.nn.layers.convolution import ShortConvolution, Tail
 from jfla.nn.layers.norms import Activation, GatedRMSNorm
+from jfla.nn.layers.pooled import mix_pooled
 from jfla.nn.layers.projections import DTypes, Projection
 from jfla.nn.sharding import EMBED, HEADS, delta_rule, refuse_explicit
 from jfla.packing import starts
@@ -40,7 +41,9 @@ class DeltaCache:
     """What a delta-rule layer remembers of earlier tokens, in a size that does not grow with them.
 
     **Fields:** `state` `[B, HV, K, V]` float32; `tails`, the last W - 1 inputs of the q, k and v
-    convolutions, `[B, W - 1, H, K]` twice and `[B, W - 1, HV, V]`.
+    convolutions, `[B, W - 1, H, K]` twice and `[B, W - 1, HV, V]`; `slots`, None, or the places
+    that a call's rows (`[B]`) or its packed prompts (`[1, S]`) have in the others, which are then
+    pools `[P, ..]`: -1 is an idle row.
 
     >>> import jax, jfla.nn
     >>> from flax import nnx
@@ -52,6 +55,7 @@ class DeltaCache:
 
     state: Float[Array, "B HV K V"]
     tails: tuple[Tail, ...]
+    slots: Int[Array, " B"] | Int[Array, "1 S"] | None = None
 
 
 class MixerOptions(TypedDict, total=False):
@@ -226,6 +230,8 @@ class DeltaMixer(nnx.Module):
     ) -> tuple[Hidden, DeltaCache | None]:
         """The layer, always as (output, cache or None)."""
         refuse_explicit("x", x)
+        if cache is not None and cache.slots is not None:
+            return mix_pooled(self, x, segment_ids, cache)
         q_tail, k_tail, v_tail = (None, None, None) if cache is None else cache.tails
         q, q_tail = self.q_conv(self.q_proj(x), segment_ids, q_tail)
         k, k_tail = self.k_conv(self.k_proj(x), segment_ids, k_tail)

@@ -1,5 +1,6 @@
 """The chunked ops on Hopper: forward and backward as lists of stage calls, from validated inputs to outputs."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from jfla.pallas.arrays import (
     qk_options,
     qkg_operands,
     to_kernel_state,
+    to_kernel_states,
 )
 from jfla.pallas.heuristics import Schedule
 from jfla.pallas.mgpu.overlap import PendingResults, overlap, run
@@ -99,7 +101,15 @@ def forward(
     entered, split_r = None, None
     dims = x.dims
     num_checkpoints = schedule.num_spans if for_backward and _writes_in_place(inputs) else 0
-    kept = {"final_state": options.return_final_state, "num_checkpoints": num_checkpoints}
+    final_dtype = None
+    if options.return_final_state:
+        final_dtype = options.state_dtype or F32
+    group_chunks = options.chunks_per_state
+    if group_chunks is not None:
+        schedule = _undivided(schedule)
+        num_checkpoints = 0
+    kept = {"final_dtype": final_dtype, "num_checkpoints": num_checkpoints}
+    kept["group_chunks"] = group_chunks
     if schedule.overlap_ctas and stretch is None:
         config = ScanConfig(schedule.overlap_v_block, smem_bytes=schedule.smem_bytes)
 
@@ -143,7 +153,10 @@ def backward(
     with jax.named_scope("jfla_intra"):
         intra_results = run(intra_kernel(x, inputs, options, schedule, with_a=False))
     do = kernel_cotangent(d_output, inputs)
-    d_last = to_kernel_state(d_final)
+    group_chunks = options.chunks_per_state
+    d_last = to_kernel_state(d_final) if group_chunks is None else to_kernel_states(d_final)
+    if group_chunks is not None:
+        schedule = _undivided(schedule)
     entered, split_r = residuals.entered, residuals.split_r
     if entered is not None and split_r is not None:
         x = x._replace(initial=to_kernel_state(entered.states[:, 0]))
@@ -159,7 +172,7 @@ def backward(
         )
         return cotangents(inputs, options, grads, dv, d_initial)
     scans, d_initial = both_scans(
-        x, schedule, intra_results.qk, residuals.intra, do, d_last, entered
+        x, schedule, intra_results.qk, residuals.intra, do, d_last, entered, group_chunks
     )
     with jax.named_scope("jfla_chunk_grads"):
         grads = grads_kernel(x, inputs, options, schedule, intra_results, scans)
@@ -174,6 +187,7 @@ def both_scans(
     do: Array,
     d_last: Array | None,
     entered: Entered | None = None,
+    group_chunks: int | None = None,
 ) -> tuple[ScanResults, Array | None]:
     """The states once more and their cotangents in reverse; and dS^T before the first chunk, if a state was given."""
     config = ScanConfig(schedule.scan_v_block, smem_bytes=schedule.smem_bytes)
@@ -182,8 +196,13 @@ def both_scans(
         with jax.named_scope("jfla_split_time"):
             ends = split_ends(qk, pairs, x.v, do, ends, config, schedule.time_splits, entered)
     with jax.named_scope("jfla_backward_scans"):
-        keep_dstate = x.initial is not None
-        return backward_scans_kernel(qk, pairs, x.v, do, ends, config, keep_dstate=keep_dstate)
+        kept = {"keep_dstate": x.initial is not None, "group_chunks": group_chunks}
+        return backward_scans_kernel(qk, pairs, x.v, do, ends, config, **kept)
+
+
+def _undivided(schedule: Schedule) -> Schedule:
+    """Without time splits, so that a state along time has the bits that the call on those tokens alone gives it."""
+    return dataclasses.replace(schedule, time_splits=1)
 
 
 def _writes_in_place(inputs: Inputs) -> bool:

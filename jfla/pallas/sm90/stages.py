@@ -33,7 +33,7 @@ def output_scan(
     """The output and the final state."""
     x = kernel_arrays(inputs, options)
     config = ScanConfig(_plan(inputs, options, plan).scan_v_block)
-    scanned = run(output_scan_kernel(qk, pairs, x.v, x.initial, config, final_state=True))
+    scanned = run(output_scan_kernel(qk, pairs, x.v, x.initial, config, final_dtype=F32))
     return scanned.stores[0], scanned.last
 
 

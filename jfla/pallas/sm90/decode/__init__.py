@@ -7,6 +7,7 @@ arrays lie in its registers.
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +15,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
+from jfla._inputs.pooled import on_pool
 from jfla.pallas.context import interpreted
-from jfla.pallas.heuristics import HOPPER_SMS, decode_v_block, dims_of
+from jfla.pallas.heuristics import DECODE_TOKENS, HOPPER_SMS, decode_v_block, dims_of
+from jfla.pallas.mgpu.smem import F32
 from jfla.pallas.mgpu.types import Gmem
 from jfla.pallas.sm90.decode.kernel import launch_decode
-from jfla.pallas.sm90.decode.spec import DecodeOutputs
 from jfla.parallel import dims
 from jfla.parallel.sharding import compiler_partitioned
 from jfla.parallel.split import split_by
@@ -27,6 +29,7 @@ from jfla.types import DeltaRuleOutput, Inputs, Options
 
 __all__ = ["DecodePlan", "decode"]
 
+_PER_TOKEN = ("q", "k", "v", "g", "beta", "segment_ids")
 Definition = Callable[[Inputs, Options], DeltaRuleOutput]
 
 
@@ -56,21 +59,23 @@ def _decode(
     """The recurrent op by the kernel; its derivatives, in any mode, are those of `definition`."""
 
     whole = dims_of(inputs)
-    states_dims = "B T HV K V" if options.return_states else "B HV K V"
 
-    @split_by((dims.INPUTS,), DecodeOutputs("B T HV V", states_dims))
-    def launch(inputs: Inputs) -> DecodeOutputs:
-        v_block = plan.v_block
-        part = dims_of(inputs)
-        if part != whole:
-            v_block = decode_v_block(part.value_dim, part.sequences, plan.num_sms)
-        return _launch(inputs, options, v_block)
+    def launch(inputs: Inputs, options: Options) -> DeltaRuleOutput:
+        @split_by((_dims(inputs),), _output_dims(inputs, options))
+        def split(inputs: Inputs) -> DeltaRuleOutput:
+            v_block = plan.v_block
+            part = dims_of(inputs)
+            if part != whole:
+                v_block = decode_v_block(part.value_dim, part.sequences, plan.num_sms)
+            return _launches(inputs, options, v_block)
+
+        outputs = jax.custom_batching.sequential_vmap(split)(inputs)
+        return vary_with(outputs, inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta)
 
     def kernel(inputs: Inputs) -> DeltaRuleOutput:
-        outputs = jax.custom_batching.sequential_vmap(launch)(inputs)
-        return DeltaRuleOutput(
-            *vary_with(outputs, inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta)
-        )
+        if inputs.state_slots is None or _takes_pool(inputs, options):
+            return launch(inputs, options)
+        return on_pool(launch, inputs, options)
 
     def portable(inputs: Inputs) -> DeltaRuleOutput:
         return definition(inputs, options)
@@ -100,11 +105,81 @@ def _decode_jvp(
 decode = compiler_partitioned(jax.jit(_decode, static_argnames=("options", "definition", "plan")))
 
 
-def _launch(inputs: Inputs, options: Options, v_block: int) -> DecodeOutputs:
+def _dims(inputs: Inputs) -> Any:
+    return dims.INPUTS if inputs.state_slots is None else dims.POOL_INPUTS
+
+
+def _output_dims(inputs: Inputs, options: Options) -> Any:
+    names = _dims(inputs)
+    states = names.initial_state
+    if options.return_states:
+        states = names.v.replace(" V", " K V")
+    return dims.OUTPUT._replace(output=names.v, final_state=states)
+
+
+def _takes_pool(inputs: Inputs, options: Options) -> bool:
+    """Whether the kernel itself reads and writes the slots of a pool: in place, or not at all."""
+    if inputs.q.shape[1] > DECODE_TOKENS:
+        return False
+    writes = options.return_final_state and not options.return_states
+    return not writes or _in_place(inputs, options)
+
+
+def _launches(inputs: Inputs, options: Options, v_block: int) -> DeltaRuleOutput:
+    """One launch for 8 tokens: longer calls hand a float32 state from one to the next."""
+    time = inputs.q.shape[1]
+    if time <= DECODE_TOKENS:
+        return _launch(inputs, options, v_block)
+    per_launch = dataclasses.replace(options, return_final_state=True, state_dtype="float32")
+
+    def some(state: Array, tokens: Inputs) -> tuple[Array, DeltaRuleOutput]:
+        output, states = _launch(tokens._replace(initial_state=state), per_launch, v_block)
+        assert states is not None  # as asked for
+        if options.return_states:
+            return states[:, -1], DeltaRuleOutput(output, states)
+        return states, DeltaRuleOutput(output, None)
+
+    def of_tokens(first: Array | int, number: int) -> Inputs:
+        def part(x: Array) -> Array:
+            return lax.dynamic_slice_in_dim(x, first, number, axis=1)
+
+        per_token = {name: getattr(inputs, name) for name in _PER_TOKEN}
+        return inputs._replace(initial_state=None, **jax.tree.map(part, per_token))
+
+    def step(state: Array, i: Array) -> tuple[Array, DeltaRuleOutput]:
+        return some(state, of_tokens(i * DECODE_TOKENS, DECODE_TOKENS))
+
+    state = _float32_state(inputs)
+    num_launches = time // DECODE_TOKENS
+    state, outputs = lax.scan(step, state, jnp.arange(num_launches))
+    outputs = [jax.tree.map(_join_time, outputs)]
+    if time % DECODE_TOKENS:
+        state, last = some(state, of_tokens(num_launches * DECODE_TOKENS, time % DECODE_TOKENS))
+        outputs.append(last)
+    output, states = jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), *outputs)
+    if not options.return_final_state:
+        return DeltaRuleOutput(output, None)
+    return DeltaRuleOutput(output, options.as_final_state(state if states is None else states))
+
+
+def _float32_state(inputs: Inputs) -> Array:
+    if inputs.initial_state is not None:
+        return inputs.initial_state.astype(F32)
+    batch, _, heads, value_dim = inputs.v.shape
+    return jnp.zeros((batch, heads, inputs.q.shape[-1], value_dim), F32)
+
+
+def _join_time(x: Array) -> Array:
+    """[launches, B, T, ..] to [B, launches * T, ..]."""
+    x = jnp.moveaxis(x, 0, 1)
+    return x.reshape(x.shape[0], -1, *x.shape[3:])
+
+
+def _launch(inputs: Inputs, options: Options, v_block: int) -> DeltaRuleOutput:
     """Launches the kernel, which overwrites a donated initial state with the final one."""
     state = inputs.initial_state
-    if state is None or not _in_place(state, options):
-        return launch_decode(inputs, options, v_block, state, in_place=False)
+    if state is None or not _in_place(inputs, options):
+        return DeltaRuleOutput(*launch_decode(inputs, options, v_block, state, in_place=False))
 
     def overwrite(refs: tuple[Gmem, Gmem]) -> None:
         state_gmem, output_gmem = refs
@@ -113,14 +188,17 @@ def _launch(inputs: Inputs, options: Options, v_block: int) -> DecodeOutputs:
     # XLA copies the state before it is overwritten, unless the caller donated it.
     unwritten = jnp.zeros(inputs.v.shape, inputs.v.dtype)
     state, output = pl.run_state(overwrite)((state, unwritten))
-    return DecodeOutputs(output, state)
+    return DeltaRuleOutput(output, state)
 
 
-def _in_place(state: Array, options: Options) -> bool:
-    """Whether the kernel gets the state as a reference: if the final state alone is wanted.
+def _in_place(inputs: Inputs, options: Options) -> bool:
+    """Whether the kernel gets the state as a reference: if the final state alone is wanted, in the same dtype.
 
     Where shard_map tracks which values vary over its mesh, no kernel can be handed a reference.
     """
-    if not options.return_final_state or options.return_states:
+    state = inputs.initial_state
+    if state is None or not options.return_final_state or options.return_states:
+        return False
+    if state.dtype != (options.state_dtype or F32):
         return False
     return not jax.typeof(state).manual_axis_type.varying

@@ -5,15 +5,21 @@ all tokens. It reads the block from global memory, and writes it back, with 16 b
 tokens are a thousandth of those bytes: while the block is on its way, gate, norms and beta are
 computed and left in shared memory. The final state may overwrite the initial one. Where the state
 after every token is wanted, each goes to a place of its own, and the initial one is only read.
+
+With a pool of states the row's slot says which one the CTA reads and writes. A row without one of the
+pool's slots stores zeros, and a row with fewer tokens than the call ends its loop earlier.
 """
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfla.gates import NORM_EPSILON
+from jfla.pallas.mgpu.copies import load_with_layout, store_from_layout
 from jfla.pallas.mgpu.launch import launch
 from jfla.pallas.mgpu.smem import F32
 from jfla.pallas.mgpu.types import Gmem, Index, Reg, Smem
@@ -21,8 +27,6 @@ from jfla.pallas.sm90.decode.layouts import (
     DecodeLayouts,
     broadcast_to_layout,
     decode_layouts,
-    load_with_layout,
-    store_from_layout,
 )
 from jfla.pallas.sm90.decode.spec import (
     DecodeOperands,
@@ -62,7 +66,25 @@ class DecodeWarpgroup(NamedTuple):
 
 
 def run_decode(ctx: DecodeWarpgroup) -> None:
-    """Takes a block of a state through all tokens."""
+    """Takes a block of a state through the row's tokens; of a pool, only a state that there is."""
+    if ctx.gmem.slots is None:
+        run_tokens(ctx)
+        return
+    slot = ctx.gmem.slots[ctx.block.batch]
+    exists = jnp.logical_and(slot >= 0, slot < ctx.spec.num_states)
+
+    @pl.when(exists)
+    def _named():
+        run_tokens(ctx._replace(block=ctx.block._replace(state=slot)))
+
+    @pl.when(jnp.logical_not(exists))
+    def _idle():
+        zeros = plgpu.layout_cast(jnp.zeros(ctx.spec.block_shape, F32), ctx.layouts.state)
+        store_padding(ctx, 0, zeros)
+
+
+def run_tokens(ctx: DecodeWarpgroup) -> None:
+    """Takes a block of a state through the row's tokens."""
     time = ctx.spec.time
     every_state = ctx.spec.options.return_states
     state = load_state(ctx)
@@ -76,29 +98,72 @@ def run_decode(ctx: DecodeWarpgroup) -> None:
     def step(t: Index, state: Reg) -> Reg:
         state = decode_step(ctx, t, state)
         if every_state:
-            store_from_layout(ctx.block.of_state_after(t, ctx.states_gmem), state)
+            store_state(ctx, ctx.block.of_state_after(t, ctx.states_gmem), state)
         return state
 
-    state = step(0, state) if time == 1 else lax.fori_loop(0, time, step, state)
+    if ctx.gmem.segment_ids is not None:
+        num_tokens = count_tokens(ctx)
+        state = lax.fori_loop(0, num_tokens, step, state)
+        state = store_padding(ctx, num_tokens, state)
+    else:
+        state = step(0, state) if time == 1 else lax.fori_loop(0, time, step, state)
     if ctx.states_gmem is not None and not every_state:
-        store_from_layout(ctx.block.of_state(ctx.states_gmem), state)
+        store_state(ctx, ctx.block.of_state(ctx.states_gmem), state)
+
+
+def count_tokens(ctx: DecodeWarpgroup) -> Index:
+    """The row's tokens, behind which there is padding."""
+    ids = ctx.gmem.segment_ids
+    return sum((ids[ctx.block.batch, t] > 0).astype(jnp.int32) for t in range(ctx.spec.time))
+
+
+def store_padding(ctx: DecodeWarpgroup, first: Index, state: Reg) -> Reg:
+    """From token `first` on the output is 0, and the state stays as it is."""
+    layout = ctx.layouts.column_vector
+
+    def store(t: Index, state: Reg) -> Reg:
+        zeros = plgpu.layout_cast(jnp.zeros(ctx.spec.v_block, F32), layout)
+        store_output(ctx, t, zeros)
+        if ctx.spec.options.return_states:
+            store_state(ctx, ctx.block.of_state_after(t, ctx.states_gmem), state)
+        return state
+
+    return lax.fori_loop(first, ctx.spec.time, store, state)
+
+
+def store_output(ctx: DecodeWarpgroup, t: Index, output: Reg) -> None:
+    """Rounds the block's part of token t's output to its dtype, and stores it."""
+    output_gmem = ctx.block.of_values(ctx.output_gmem).at[t]
+    store_from_layout(output_gmem, output.astype(ctx.output_gmem.dtype))
 
 
 def load_state(ctx: DecodeWarpgroup) -> Reg:
-    """[K, v_block]: the initial state."""
+    """[K, v_block] float32: the initial state."""
     layout = ctx.layouts.state
     if ctx.gmem.state is None:
         zeros = jnp.zeros(ctx.spec.block_shape, F32)
         return plgpu.layout_cast(zeros, layout)
     block_gmem = ctx.block.of_state(ctx.gmem.state)
-    return load_with_layout(block_gmem, layout)
+    state = load_with_layout(block_gmem, layout).astype(F32)
+    if jax.typeof(state).manual_axis_type.varying:
+        # Under shard_map what is loaded varies over the mesh, to JAX, and what is computed of it does not: the carry of
+        # the loop over tokens has to begin as something computed.
+        state = state * 1.0
+    return state
+
+
+def store_state(ctx: DecodeWarpgroup, block_gmem: Gmem, state: Reg) -> None:
+    """Rounds the state to the dtype in which it is handed on, and stores it."""
+    store_from_layout(block_gmem, state.astype(ctx.spec.final_dtype))
 
 
 def load_raw_tokens(ctx: DecodeWarpgroup) -> RawTokens:
     """Loads what all tokens bring to the block."""
     gmem = ctx.gmem
     layouts = ctx.layouts
-    batch, value_head, head, _ = ctx.block
+    batch = ctx.block.batch
+    value_head = ctx.block.value_head
+    head = ctx.block.head
     q = load_with_layout(gmem.q.at[batch, :, head], layouts.token_keys)
     k = load_with_layout(gmem.k.at[batch, :, head], layouts.token_keys)
     v = load_with_layout(ctx.block.of_values(gmem.v), layouts.column_vector)
@@ -143,7 +208,7 @@ def write_tokens(ctx: DecodeWarpgroup, raw: RawTokens) -> None:
     q = l2_normalized(ctx, raw.q.astype(F32))
     smem.q[...] = q * options.scale
     smem.k[...] = l2_normalized(ctx, raw.k.astype(F32))
-    smem.v[...] = raw.v.astype(F32)
+    smem.v[...] = raw.v
 
 
 def per_token_to_keys(ctx: DecodeWarpgroup, x: Reg) -> Reg:
@@ -184,7 +249,7 @@ def decode_step(ctx: DecodeWarpgroup, t: Index, state: Reg) -> Reg:
     k = _load_row_vector(ctx, smem.k.at[t])
     decay = _load_row_vector(ctx, smem.decay.at[t])
     state = state * decay
-    v = load_with_layout(smem.v.at[t], ctx.layouts.column_vector)
+    v = load_with_layout(smem.v.at[t], ctx.layouts.column_vector).astype(F32)
     predicted_v = jnp.sum(state * k, axis=0)
     error = v - predicted_v
     v_new = error * smem.beta[t, 0]
@@ -192,8 +257,7 @@ def decode_step(ctx: DecodeWarpgroup, t: Index, state: Reg) -> Reg:
     state = state + k * v_new
     q = _load_row_vector(ctx, smem.q.at[t])
     output = jnp.sum(state * q, axis=0)
-    output_gmem = ctx.block.of_values(ctx.output_gmem).at[t]
-    store_from_layout(output_gmem, output.astype(ctx.output_gmem.dtype))
+    store_output(ctx, t, output)
     return state
 
 
@@ -218,8 +282,12 @@ def launch_decode(
     batch, time, heads, key_dim = inputs.q.shape
     value_heads, value_dim = inputs.v.shape[2:]
     gate = gate_kind(inputs.gate)
-    spec = DecodeSpec(batch, time, heads, value_heads, key_dim, value_dim, v_block, gate, options)
-    layouts = decode_layouts(time, key_dim, v_block)
+    dims = (batch, time, heads, value_heads, key_dim, value_dim)
+    final_dtype = options.state_dtype or F32
+    initial_dtype = final_dtype if state is None else state.dtype
+    num_states = batch if state is None else state.shape[0]
+    spec = DecodeSpec(*dims, v_block, gate, options, num_states, initial_dtype, inputs.v.dtype)
+    layouts = decode_layouts(time, key_dim, v_block, spec.column_bytes)
     new_states = options.return_final_state and not in_place
 
     def body(

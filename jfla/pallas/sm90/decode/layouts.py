@@ -3,6 +3,7 @@
 Four warps split the columns of a state [K, v_block]. In a warp, lanes form a grid, `lanes_down` by
 `lanes_across`, in which a lane holds patches of (usually) 4 rows by 4 columns: 16 bytes of a row
 are one access to global memory, and a sum over K takes log2(lanes_down) shuffles.
+A state of bfloat16 has 8 columns in a patch for the same 16 bytes, if the columns of v are 16-bit, too.
 """
 
 import math
@@ -11,11 +12,12 @@ from typing import NamedTuple
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jfla.pallas.mgpu.types import Gmem, Layout, Reg, Smem
+from jfla.pallas.mgpu.types import Layout, Reg
 
 _WARPS = 4  # of a warpgroup
 _LANES = 32  # of a warp
-_VECTOR = 4  # float32 in 16 bytes
+_ACCESS_BYTES = 16  # of one access to global memory
+_KEYS = 4  # channels of q or k that a lane holds side by side
 _PATCH_ROWS = 4
 
 
@@ -30,9 +32,9 @@ class DecodeLayouts(NamedTuple):
     key_vector: Layout  # [K]: a value for each column of [T, K]
 
 
-def decode_layouts(time: int, key_dim: int, v_block: int) -> DecodeLayouts:
-    """On the host: the layouts for T tokens and a block [K, v_block]."""
-    state = _state_layout(key_dim, v_block)
+def decode_layouts(time: int, key_dim: int, v_block: int, column_bytes: int) -> DecodeLayouts:
+    """On the host: the layouts for T tokens and a block [K, v_block], of so many bytes a column."""
+    state = _state_layout(key_dim, v_block, _ACCESS_BYTES // column_bytes)
     token_keys = _token_keys_layout(time, key_dim)
     return DecodeLayouts(
         state=state,
@@ -44,16 +46,20 @@ def decode_layouts(time: int, key_dim: int, v_block: int) -> DecodeLayouts:
     )
 
 
-def _state_layout(key_dim: int, v_block: int) -> Layout:
+def _state_layout(key_dim: int, v_block: int, vector: int) -> Layout:
     """[K, v_block]: warps side by side along the columns, lanes a grid of patches."""
     warp_columns = v_block // _WARPS
-    lanes_across = warp_columns // _VECTOR
+    vector = min(vector, warp_columns)
+    lanes_across = warp_columns // vector
     lanes_down = _LANES // lanes_across
     patch_rows = min(_PATCH_ROWS, key_dim // lanes_down)
     rows = lanes_down * patch_rows
-    tiles = ((rows, v_block), (rows, warp_columns), (patch_rows, _VECTOR))
+    tiles = ((rows, v_block), (rows, warp_columns), (patch_rows, vector))
     return plgpu.Layout.TILED(
-        plgpu.Tiling(tiles), warp_dims=(-5,), lane_dims=(-4, -3), vector_dim=-1
+        plgpu.Tiling(tiles),
+        warp_dims=(-5,),
+        lane_dims=(-4, -3) if lanes_across > 1 else (-4,),
+        vector_dim=-1,
     )
 
 
@@ -65,26 +71,13 @@ def _token_keys_layout(time: int, key_dim: int) -> Layout:
     split = math.gcd(time, _WARPS)
     split_dims = (-3,) if split > 1 else ()
     replicas = (plgpu.Replicated(_WARPS // split),) if split < _WARPS else ()
-    channels = min(key_dim, _LANES * _VECTOR)
+    channels = min(key_dim, _LANES * _KEYS)
     return plgpu.Layout.TILED(
         plgpu.Tiling(((split, channels), (channels // _LANES,))),
         warp_dims=split_dims + replicas,
         lane_dims=(-2,),
         vector_dim=-1,
     )
-
-
-def load_with_layout(ref: Gmem | Smem, layout: Layout) -> Reg:
-    """An array of global or shared memory in the registers that `layout` says, without TMA."""
-    return plgpu.load(ref, layout=layout, optimized=False)
-
-
-def store_from_layout(ref_gmem: Gmem, x: Reg) -> None:
-    """Registers to global memory as they lie, without TMA."""
-    if hasattr(plgpu, "store"):
-        plgpu.store(ref_gmem, x, optimized=False)
-    else:  # JAX 0.11
-        ref_gmem[...] = x
 
 
 def broadcast_to_layout(x: Reg, shape: tuple[int, ...], axis: int, layout: Layout) -> Reg:

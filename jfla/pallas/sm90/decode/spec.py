@@ -3,7 +3,7 @@
 `Inputs`, `Options` and the columns of a CTA -> `DecodeSpec`, `DecodeOperands`, `DecodeOutputs`.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from jaxtyping import Array
 from jfla.pallas.mgpu.smem import F32
 from jfla.pallas.mgpu.types import Gmem, Index, MemorySpec, Smem
 from jfla.pallas.sm90.gate import GateKind
+from jfla.pool import named_slots
 from jfla.types import Inputs, Options
 
 
@@ -28,18 +29,20 @@ class DecodeOperands(NamedTuple):
     beta: Gmem  # [B, T, HV]
     a_log: Gmem  # [HV] float32, or None
     dt_bias: Gmem  # [HV, G] float32, or None
-    state: Gmem  # [B, HV, K, V] float32, or None; a reference where it is to be overwritten
+    state: Gmem  # [B, HV, K, V], [P, HV, K, V] with `slots`, or None; a reference where it is to be overwritten
+    segment_ids: Gmem  # [B, T] int32, or None: 1 on a row's tokens, 0 on the padding behind them
+    slots: Gmem  # [B] int32, or None: the states of the pool that the rows read and write
 
 
 class DecodeOutputs(NamedTuple):
     """In global memory. `states` is None where none is wanted or the initial one is overwritten."""
 
     output: Gmem  # [B, T, HV, V]
-    states: Gmem  # [B, HV, K, V] float32, or [B, T, HV, K, V] with `return_states`
+    states: Gmem  # [B, HV, K, V], or [B, T, HV, K, V] with `return_states`
 
 
 class SharedStorage(NamedTuple):
-    """[T, ...] float32: what the recurrence reads, token by token."""
+    """[T, ...] float32, v as it came: what the recurrence reads, token by token."""
 
     q: Smem  # [T, K], normalized and scaled
     k: Smem  # [T, K], normalized
@@ -52,13 +55,14 @@ class StateBlock(NamedTuple):
     """The part of a state that one CTA holds: columns of V of one value head of one sequence."""
 
     batch: Index
+    state: Index  # the row's own, or its slot in a pool
     value_head: Index
     head: Index  # of q and k
     columns: Index
 
     def of_state(self, state_gmem: Gmem) -> Gmem:
-        """Its part [K, v_block] of [B, HV, K, V]."""
-        return state_gmem.at[self.batch, self.value_head, :, self.columns]
+        """Its part [K, v_block] of [B, HV, K, V] or of a pool."""
+        return state_gmem.at[self.state, self.value_head, :, self.columns]
 
     def of_state_after(self, t: Index, states_gmem: Gmem) -> Gmem:
         """Its part [K, v_block] of [B, T, HV, K, V], after token t."""
@@ -81,10 +85,23 @@ class DecodeSpec(NamedTuple):
     v_block: int
     gate: GateKind
     options: Options
+    num_states: int  # B, or the slots of a pool
+    initial_dtype: Any  # float32 or bfloat16
+    v_dtype: Any
 
     @property
     def v_blocks(self) -> int:
         return self.value_dim // self.v_block
+
+    @property
+    def final_dtype(self) -> Any:
+        return jnp.dtype(self.options.state_dtype or F32)
+
+    @property
+    def column_bytes(self) -> int:
+        """Of the widest number of a column in global memory: of v, the output, and the state as it comes and goes."""
+        dtypes = (self.v_dtype, self.initial_dtype, self.final_dtype)
+        return max(jnp.dtype(dtype).itemsize for dtype in dtypes)
 
     @property
     def num_ctas(self) -> int:
@@ -113,11 +130,11 @@ class DecodeSpec(NamedTuple):
         head = lax.div(value_head, jnp.int32(self.value_heads // self.heads))
         start = pl.multiple_of(lax.rem(cta, v_blocks) * self.v_block, self.v_block)
         batch = lax.div(state, value_heads)
-        return StateBlock(batch, value_head, head, pl.ds(start, self.v_block))
+        return StateBlock(batch, batch, value_head, head, pl.ds(start, self.v_block))
 
     def smem(self) -> SharedStorage:
         keys: MemorySpec = plgpu.SMEM(self.token_keys_shape, F32)
-        values: MemorySpec = plgpu.SMEM((self.time, self.v_block), F32)
+        values: MemorySpec = plgpu.SMEM((self.time, self.v_block), self.v_dtype)
         return SharedStorage(q=keys, k=keys, v=values, decay=keys, beta=keys)
 
 
@@ -132,7 +149,12 @@ def decode_operands(inputs: Inputs, options: Options, state: Gmem) -> DecodeOper
         gate_dim = options.op.gate_dim(inputs.q.shape[-1])
         dt_bias = dt_bias.astype(F32).reshape(value_heads, gate_dim)
     q, k, v, g, beta, *_ = inputs
-    return DecodeOperands(q, k, v, g, beta, a_log, dt_bias, state)
+    slots = inputs.state_slots
+    if slots is not None:
+        # For the kernel, which finds out by itself which of them exist, only what does not fit in int32.
+        num_slots = inputs.initial_state.shape[0]  # pyright: ignore[reportOptionalMemberAccess]
+        slots = slots if slots.dtype == jnp.int32 else named_slots(slots, num_slots)
+    return DecodeOperands(q, k, v, g, beta, a_log, dt_bias, state, inputs.segment_ids, slots)
 
 
 def decode_outputs(spec: DecodeSpec, v: Array, new_states: bool) -> DecodeOutputs:
@@ -142,4 +164,4 @@ def decode_outputs(spec: DecodeSpec, v: Array, new_states: bool) -> DecodeOutput
         return DecodeOutputs(output, None)
     states = (spec.batch, spec.time) if spec.options.return_states else (spec.batch,)
     shape = (*states, spec.value_heads, spec.key_dim, spec.value_dim)
-    return DecodeOutputs(output, jax.ShapeDtypeStruct(shape, F32))
+    return DecodeOutputs(output, jax.ShapeDtypeStruct(shape, spec.final_dtype))

@@ -13,6 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jfla.pallas.mgpu.copies import load_with_layout, store_from_layout
 from jfla.pallas.mgpu.mma import WGMMA, zeros
 from jfla.pallas.mgpu.overlap import Kernel, PendingResults, ReadyFlags
 from jfla.pallas.mgpu.smem import transposed
@@ -130,19 +131,59 @@ class ScanCta(NamedTuple):
             state = zeros(TILE_V, self.spec.key_dim)
         else:
             first = self.gmem.initial.at[self.state_index(wg)]
-            state = plgpu.load(first, layout=WGMMA, optimized=False)
+            state = load_with_layout(first, WGMMA)
 
         def step(i: Index, carry: tuple[Reg, Index]) -> tuple[Reg, Index]:
             state, zero = carry
             if self.checkpoints is not None:
                 self.store_checkpoint(i, state, wg + zero)
+            if self.gmem.added is not None:
+                state = self.with_added(i, state, wg + zero)
             return self.consume_chunk(i, state, wg + zero), zero & i
 
         zero = jnp.int32(0) if self.gmem.zero is None else self.gmem.zero[0]
-        state, _ = lax.fori_loop(0, self.chunk_range[1], step, (state, zero))
-        if self.last is not None:
+        if self.stores_groups:
+            state, _ = self.scan_groups(step, (state, zero), wg)
+        else:
+            state, _ = lax.fori_loop(0, self.chunk_range[1], step, (state, zero))
+        if self.last is not None and not self.stores_groups:
             self.store_last(state, wg)
         plgpu.wait_smem_to_gmem(0)
+
+    @property
+    def stores_groups(self) -> bool:
+        """Whether the state goes to the caller after every group of chunks."""
+        return self.spec.last == "caller" and self.spec.group_chunks is not None
+
+    def scan_groups(self, step: Any, carry: tuple[Reg, Index], wg: Index) -> tuple[Reg, Index]:
+        """Scans group by group, and stores the state after each.
+
+        Two loops: in one over all chunks, the condition of the store spills four registers with K = 256.
+        """
+        group_chunks = jnp.int32(self.spec.group_chunks)
+
+        def scan_group(group: Index, carry: tuple[Reg, Index]) -> tuple[Reg, Index]:
+            first = group * group_chunks
+            end = jnp.minimum(first + group_chunks, self.spec.n_chunks)
+            state, zero = lax.fori_loop(first, end, step, carry)
+            self.store_for_caller(self.last.at[self.index.batch, group], state, wg)
+            return state, zero
+
+        return lax.fori_loop(0, self.spec.num_groups, scan_group, carry)
+
+    def with_added(self, i: Index, state: Reg, wg: Index) -> Reg:
+        """In reverse: the state and what is added to it where a group of chunks ends."""
+        chunk = self.span_chunk(i)
+        group_chunks = jnp.int32(self.spec.group_chunks)
+        after = chunk.chunk + 1
+        ends = jnp.logical_or(lax.rem(after, group_chunks) == 0, after == self.spec.n_chunks)
+        group = lax.div(chunk.chunk, group_chunks)
+        place = (chunk.batch, chunk.head, group, self.columns(wg))
+
+        def add(state: Reg) -> Reg:
+            return state + load_with_layout(self.gmem.added.at[place], WGMMA)
+
+        return lax.cond(ends, add, lambda state: state, state)
 
     def consume_chunk(self, i: Index, state: Reg, wg: Index) -> Reg:
         """Waits for the i-th chunk, steps, gives its stage back and starts the copies of what was stored."""
@@ -195,9 +236,13 @@ class ScanCta(NamedTuple):
 
         @pl.when(self.index.time_split == self.spec.time_splits - 1)
         def _():
-            index = self.index
-            rows = transposed(self.last.at[index.batch, index.head, :, self.columns(wg)])
-            rows[...] = plgpu.layout_cast(state, plgpu.Layout.WGMMA_TRANSPOSED)
+            self.store_for_caller(self.last.at[self.index.batch], state, wg)
+
+    def store_for_caller(self, states_gmem: Gmem, state: Reg, wg: Index) -> None:
+        """Stores a state S^T as the caller has it, in [HV, K, V]."""
+        rows = transposed(states_gmem.at[self.index.head, :, self.columns(wg)])
+        in_rows = plgpu.layout_cast(state, plgpu.Layout.WGMMA_TRANSPOSED)
+        store_from_layout(rows, in_rows.astype(self.spec.last_dtype))
 
     # The producer.
 

@@ -76,6 +76,7 @@ class GmemOperands(NamedTuple):
     span: TimeSpan | None = (
         None  # then `initial` has every span's state, or is written with the last one
     )
+    added: Gmem = None  # [B, HV, groups, V, K] float32: to the state where a group of chunks begins
 
 
 def gmem_operands(
@@ -86,6 +87,7 @@ def gmem_operands(
     *,
     queries: bool = True,
     span: TimeSpan | None = None,
+    added: Any = None,
 ) -> GmemOperands:
     """Without `queries` the step uses neither q nor a_qk."""
     scalar_gate = isinstance(qk, FactoredQK)
@@ -101,7 +103,7 @@ def gmem_operands(
     if not queries:
         chunks = chunks._replace(q_from_start=None, a_qk=None)
     few_registers = qk.key_dim > MAX_K_IN_REGISTERS
-    return GmemOperands(chunks, initial, opaque_zero() if few_registers else None, span)
+    return GmemOperands(chunks, initial, opaque_zero() if few_registers else None, span, added)
 
 
 class ScanOutputs(NamedTuple):
@@ -109,7 +111,7 @@ class ScanOutputs(NamedTuple):
 
     stores: tuple[Any, ...]  # of every chunk
     checkpoints: Any  # [B, HV, checkpoints, V, K] float32
-    last: Any  # [B, HV, splits, V, K] float32, or [B, HV, K, V] as the caller has a state
+    last: Any  # [B, HV, splits, V, K] float32, or [B, HV, K, V] or [B, groups, HV, K, V] in the caller's dtype
 
 
 class ScanSpec(NamedTuple):
@@ -127,6 +129,10 @@ class ScanSpec(NamedTuple):
     time_splits: int = 1  # spans of time that run side by side
     last: Literal["every split", "caller", None] = "every split"
     num_checkpoints: int = 0  # of so many equal spans the state at the start is stored
+    last_dtype: Any = F32  # of the last state as the caller has it
+    group_chunks: int | None = (
+        None  # the last state of every group of so many chunks; needs one split and no span
+    )
 
     @property
     def n_chunks(self) -> int:
@@ -135,6 +141,11 @@ class ScanSpec(NamedTuple):
         if self.operands.span is not None:
             time = self.stores[-1].shape[1]
         return time // CHUNK
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of chunks, the last of which may be shorter."""
+        return -(-self.n_chunks // (self.group_chunks or self.n_chunks))
 
     @property
     def value_heads(self) -> int:
@@ -164,8 +175,11 @@ class ScanSpec(NamedTuple):
             checkpoints = jax.ShapeDtypeStruct(shape, F32)
         last = None
         if self.last is not None and span is None:
-            shape = (batch, heads, key_dim, value_dim)
-            last = jax.ShapeDtypeStruct(shape if self.last == "caller" else self.split_states, F32)
+            last = jax.ShapeDtypeStruct(self.split_states, F32)
+            if self.last == "caller":
+                groups = () if self.group_chunks is None else (self.num_groups,)
+                shape = (batch, *groups, heads, key_dim, value_dim)
+                last = jax.ShapeDtypeStruct(shape, self.last_dtype)
         return ScanOutputs(tuple(stores), checkpoints, last)
 
     @property

@@ -152,11 +152,13 @@ def output_scan_kernel(
     initial: Any,
     config: ScanConfig,
     *,
-    final_state: bool,
+    final_dtype: Any,
     num_checkpoints: int = 0,
+    group_chunks: int | None = None,
 ) -> PendingResults:
-    """ScanOutputs: stores (o [B, T, HV, V],), checkpoints, and the last state [B, HV, K, V] if it is wanted.
+    """ScanOutputs: stores (o [B, T, HV, V],), checkpoints, and the last state [B, HV, K, V] in `final_dtype`.
 
+    Without a `final_dtype` no last state is wanted; with `group_chunks` the last of every group of so many chunks is.
     `initial` is S^T where every time split begins, [B, HV, splits, V, K], or None: one split, from zeros.
     """
     spec = ScanSpec(
@@ -165,8 +167,10 @@ def output_scan_kernel(
         qk.scalar_gate,
         stores=(jax.ShapeDtypeStruct(v.shape, BF16),),
         time_splits=num_splits(initial),
-        last="caller" if final_state else None,
+        last=None if final_dtype is None else "caller",
         num_checkpoints=num_checkpoints,
+        last_dtype=final_dtype,
+        group_chunks=group_chunks,
     )
     pending = scan_kernel((spec,), config, "jfla_output_scan")
     return pending._replace(resolve=lambda outputs: outputs[0])
@@ -182,18 +186,23 @@ def backward_scans_kernel(
     *,
     keep_dstate: bool,
     span: TimeSpan | None = None,
+    group_chunks: int | None = None,
 ) -> tuple[ScanResults, Any]:
     """`ScanResults`, and dS^T where every time split begins if it is kept: the two scans in one launch.
 
-    `ends` is (S^T before time, dS^T after it), each None for zeros. On a span of time they are (the states before every
-    span [B, HV, spans, V, K], a reference to dS^T after the span, which takes that before it), and `span.results` is a
-    reference that takes dv; `ScanResults` then has None for it.
+    `ends` is (S^T before time, dS^T after it), each None for zeros. With `group_chunks` the second is what is added
+    to dS^T after every group of so many chunks, [B, HV, groups, V, K]. On a span of time they are (the states before
+    every span [B, HV, spans, V, K], a reference to dS^T after the span, which takes that before it), and `span.results`
+    is a reference that takes dv; `ScanResults` then has None for it.
     """
     initial, d_final = ends
     n_chunks = v.shape[1] // CHUNK
     if span is not None:
         n_chunks //= initial.shape[2]
     reverse = _backward_spec(qk, intra, do, d_final, n_chunks, keep_dstate, span)
+    if group_chunks is not None:
+        operands = gmem_operands(qk, intra, do, None, added=d_final)
+        reverse = reverse._replace(operands=operands, time_splits=1, group_chunks=group_chunks)
     forward = _states_spec(qk, intra, v, initial, n_chunks, span)
     backward, states = run(scan_kernel((reverse, forward), config, "jfla_backward_scans"))
     dstates, dv = backward.stores
