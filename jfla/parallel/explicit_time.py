@@ -30,8 +30,8 @@ def split_by_type(run: Run) -> Run:
             return run(inputs, options)
         if options.states_every is not None:
             raise NotImplementedError(
-                "return_states_every with v's time split over explicit mesh axes: the states along time have no layout; "
-                f"reshard v, whose type is split by {spec}, so that time is whole"
+                "return_states_every with v's time split over explicit mesh axes: the states along "
+                f"time have no layout; reshard v, whose type is split by {spec}, to whole time"
             )
         axes = {"B": spec[0], "T": spec[1], "HV": spec[2], "H": spec[2]}
         if inputs.q.shape[2] % _size(mesh, spec[2]):
