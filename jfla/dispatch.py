@@ -9,6 +9,7 @@ from jfla._inputs.validate import DEFAULTS, validate, validate_recurrent
 from jfla.pallas import support
 from jfla.pallas.context import interpreting, target
 from jfla.pallas.heuristics import decode_v_block, dims_of, schedule
+from jfla.pallas.padding import pad_channels, padded_sizes, without_padded_channels
 from jfla.parallel.explicit_time import split_by_type
 from jfla.types import OPS, DeltaRuleOutput, Form, Implementation, Inputs, Op, Options
 
@@ -55,9 +56,11 @@ def choose(form: Form, inputs: Inputs, options: Options, wanted: Implementation 
     reason = support.unsupported(form, inputs, options)
     if reason is None:
         by_platform = _by_platform(inputs, wanted)
-        return Choice(
-            name, "pallas", _why_not_xla(wanted), _kernels_detail(by_platform), by_platform
-        )
+        detail = _kernels_detail(by_platform)
+        if form == "chunk":
+            sizes = padded_sizes(inputs).items()
+            detail += "".join(f", {letter} = {size} padded to {to}" for letter, (size, to) in sizes)
+        return Choice(name, "pallas", _why_not_xla(wanted), detail, by_platform)
     if wanted == "pallas":
         raise NotImplementedError(f'implementation="pallas" cannot take this call: {reason}')
     return Choice(name, "xla", {"pallas": reason}, portable)
@@ -152,12 +155,13 @@ def _recurrent_xla(inputs: Inputs, options: Options, choice: Choice) -> DeltaRul
 def _chunk_pallas(inputs: Inputs, options: Options, choice: Choice) -> DeltaRuleOutput:
     from jfla import chunk_op
 
+    padded = pad_channels(inputs, options.op.scalar_gate)
     plan = chunk_op.Plan(
-        schedule(options.op, dims_of(inputs), support.num_sms(inputs)),
+        schedule(options.op, dims_of(padded), support.num_sms(inputs)),
         interpret=interpreting(),
         by_platform=choice.by_platform,
     )
-    return chunk_op.run(inputs, options, plan)
+    return without_padded_channels(chunk_op.run(padded, options, plan), inputs)
 
 
 def _recurrent_pallas(inputs: Inputs, options: Options, choice: Choice) -> DeltaRuleOutput:

@@ -8,6 +8,7 @@ from jax.core import Tracer
 
 from jfla.pallas.context import Target, interpreting, target
 from jfla.pallas.heuristics import HOPPER_SMS, SUPPORTED_DIMS
+from jfla.pallas.padding import kernel_size
 from jfla.types import Form, Inputs, Options
 
 
@@ -33,7 +34,9 @@ def unsupported_call(form: Form, inputs: Inputs, options: Options) -> str | None
     if inputs.initial_state is not None and inputs.initial_state.dtype == jnp.float64:
         return "initial_state is float64; the kernels take float32 and bfloat16"
     for letter, size in (("K", inputs.q.shape[-1]), ("V", inputs.v.shape[-1])):
-        if size not in SUPPORTED_DIMS:
+        if form == "chunk" and kernel_size(size) is None:
+            return f"{letter} = {size}; the kernels take {letter} up to {max(SUPPORTED_DIMS)}"
+        if form == "recurrent" and size not in SUPPORTED_DIMS:
             return f"{letter} = {size}; the kernels take {letter} in {SUPPORTED_DIMS}"
     return None
 
@@ -42,7 +45,7 @@ def _unsupported_chunk(inputs: Inputs, options: Options) -> str | None:
     if options.per_segment_state:
         return 'initial or final states per segment need the aligned grid of "xla"'
     key_dim = inputs.q.shape[-1]
-    if not options.op.scalar_gate and key_dim == 256:
+    if not options.op.scalar_gate and kernel_size(key_dim) == 256:
         return (
             f"K = {key_dim} with a decay for each channel (KDA): "
             "a chunk fits into shared memory up to K = 128"

@@ -44,6 +44,22 @@ def test_values_and_gradients(call):
         check(call, by_kernels(call.op))
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        Call("kda", "raw", time=64, group=1, key_dim=48, value_dim=40),
+        Call("gdn", "mixed", time=65, key_dim=24, value_dim=56, betas="edge"),
+        pytest.param(
+            Call("gdn", "raw", time=64, key_dim=96, value_dim=192), marks=pytest.mark.slow
+        ),
+    ],
+    ids=str,
+)
+def test_sizes_between_those_of_the_kernels_are_padded(call):
+    with jfla.pallas.interpret():
+        check(call, by_kernels(call.op))
+
+
 def test_an_array_that_a_kernel_is_given_twice_goes_in_once():
     def kernel(inputs: Any, out: Any, _smem: Any, _barriers: Any) -> None:
         a, b, c = inputs
@@ -145,8 +161,8 @@ def test_a_chunk_with_one_strong_gate_takes_the_exact_form_and_stays_right():
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"key_dim": 96}, "K = 96"),
-        ({"value_dim": 32}, "V = 32"),
+        ({"key_dim": 264}, "K = 264"),
+        ({"value_dim": 320}, "V = 320"),
         ({"dtype": "float32"}, "q is float32"),
     ],
 )
