@@ -1,13 +1,20 @@
 """The commands and their options. Each imports what does its work when it runs: help comes fast."""
 
+import contextlib
 import enum
 import pathlib
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_show_locals=False)
+
+
+# What a folder can be the reason of; nothing else is said without its traceback.
+_OF_A_FOLDER = (ValueError, FileNotFoundError, ImportError)
+_GOES_ON = "The same command goes on from the last checkpoint."
 
 
 class Op(enum.StrEnum):
@@ -22,6 +29,14 @@ class Implementation(enum.StrEnum):
 
     pallas = "pallas"
     xla = "xla"
+
+
+class DType(enum.StrEnum):
+    """The dtypes of a computation."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
 
 
 class Readme(enum.StrEnum):
@@ -65,17 +80,60 @@ def demo(
     Both are saved as they go. The same command goes on where an interrupted one stopped; a larger
     --steps goes on from a finished one.
     """
-    from jfla.cli.demo import Refused, run
+    from jfla.cli.demo import run
 
     wanted = implementation.value if implementation else None
-    try:
+    with _said(stopped=_GOES_ON):
         run(op.value, steps, out, wanted, seed, Console())
-    except Refused as refused:
-        option = f"--{refused.option}"
-        raise typer.BadParameter(str(refused), param_hint=option) from None
-    except KeyboardInterrupt:
-        typer.echo("Stopped. The same command goes on from the last checkpoint.", err=True)
-        raise typer.Exit(130) from None
+
+
+@app.command()
+def generate(
+    model: Annotated[
+        pathlib.Path, typer.Option(help="Folder of a published model: config.json, .safetensors.")
+    ],
+    prompt: Annotated[
+        str, typer.Option(help='Text; or token ids, "12 7 301", where there is no tokenizer.')
+    ],
+    max_tokens: Annotated[int, typer.Option(min=1, help="End after so many tokens.")] = 256,
+    temperature: Annotated[
+        float | None, typer.Option(min=0, help="0: always the likeliest; the authors' or 1.")
+    ] = None,
+    top_k: Annotated[
+        int | None, typer.Option(min=1, help="Of the k likeliest; the authors' or all.")
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(help="Of the likeliest with p of the probability; the authors' or all."),
+    ] = None,
+    dtype: Annotated[
+        DType | None, typer.Option(help="As published, float32 on a CPU, when left out.")
+    ] = None,
+    implementation: Annotated[
+        Implementation | None,
+        typer.Option(help="Implementation of the op; chosen by itself when left out."),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of sampling.")] = 0,
+) -> None:
+    """Let a published model go on with a prompt: text as it comes, then its speed.
+
+    The text goes to standard output; what was chosen, and why, to standard error.
+    """
+    from jfla.cli.generate import Options, run
+
+    options = Options(
+        model=model,
+        prompt=prompt,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        dtype=dtype.value if dtype else None,
+        implementation=implementation.value if implementation else None,
+        seed=seed,
+    )
+    with _said(*_OF_A_FOLDER):
+        run(options, Console(soft_wrap=True), Console(stderr=True))
 
 
 @app.command()
@@ -170,6 +228,24 @@ def bench_merge(
         command.merge(files, out)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
+
+
+@contextlib.contextmanager
+def _said(*errors: type[Exception], stopped: str = "") -> Iterator[None]:
+    """Says `errors` in a line, with the option where one is to blame, and what an interrupt left."""
+    from jfla.cli.run_folder import Refused
+
+    try:
+        yield
+    except Refused as refused:
+        option = f"--{refused.option}"
+        raise typer.BadParameter(str(refused), param_hint=option) from None
+    except errors as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        typer.echo(f"Stopped. {stopped}".strip(), err=True)
+        raise typer.Exit(130) from None
 
 
 def _benchmarks() -> Any:

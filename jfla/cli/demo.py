@@ -1,8 +1,6 @@
 """`jfla demo`: trains a model on Python's own source and one on associative recall."""
 
-import dataclasses
 import functools
-import json
 import pathlib
 import time
 from collections.abc import Callable
@@ -28,8 +26,10 @@ from rich.table import Table
 from rich.text import Text
 
 from jfla.cli import data, info, plot
+from jfla.cli.run_folder import RESULTS, Refused, claim, finished, write_json
 from jfla.cli.train import Curves, Run, Settings, evaluate
 from jfla.nn import DeltaLM
+from jfla.nn.models.config import GDNSpec
 from jfla.types import Implementation
 
 Rows = Callable[[np.random.Generator], data.Batch]
@@ -38,16 +38,7 @@ SAVE_EVERY = 25
 _EVALUATED = 16  # batches
 _PROMPT = "def "
 _SAMPLED = 400  # tokens
-_RESULTS = "results.json"
 _NAMES = {"kda": "Kimi Delta Attention", "gdn": "Gated DeltaNet"}
-
-
-class Refused(ValueError):
-    """An option that cannot be had; `option` is its name."""
-
-    def __init__(self, option: str, message: str):
-        super().__init__(message)
-        self.option = option
 
 
 class Task(NamedTuple):
@@ -74,7 +65,7 @@ def run(
     settings = settings or Settings(op=op, seed=seed)
     _check_implementation(settings, implementation)
     claim(out, settings)
-    results = _finished(out, steps)
+    results = finished(out, steps)
     if results is not None:
         done = results["steps"]
         console.print(
@@ -103,18 +94,9 @@ def run(
             results["parameters"] = _num_parameters(training.model)
     results["seconds"] = time.perf_counter() - started
     _plot(out, _NAMES[op], results, curves)
-    _write(out / _RESULTS, results)
+    write_json(out / RESULTS, results)
     _show(console, results, out)
     return results
-
-
-def _finished(out: pathlib.Path, steps: int) -> dict[str, Any] | None:
-    """The results of a run of at least so many steps, or None."""
-    path = out / _RESULTS
-    if not path.exists():
-        return None
-    results = json.loads(path.read_text())
-    return results if results["steps"] >= steps else None
 
 
 def _num_parameters(model: DeltaLM) -> int:
@@ -141,33 +123,14 @@ def _corpus(console: Console) -> data.Corpus:
         raise SystemExit(1) from None
 
 
-def claim(out: pathlib.Path, settings: Settings) -> None:
-    """Makes the folder this run's own: new, empty, or begun under the same settings."""
-    wanted = dataclasses.asdict(settings)
-    path = out / "run.json"
-    if path.exists():
-        found = json.loads(path.read_text())
-        differing = [name for name in found if wanted.get(name) != found[name]]
-        if found != wanted:
-            other = ", ".join(f"{name} = {found[name]}" for name in differing)
-            raise Refused(
-                "out", f"{out} holds a run with {other}: give another folder or remove this one"
-            )
-        return
-    if out.exists() and any(not child.name.startswith(".") for child in out.iterdir()):
-        raise Refused("out", f"{out} is not empty and not a folder of this demo: give another one")
-    out.mkdir(parents=True, exist_ok=True)
-    _write(path, wanted)
-
-
 def _check_implementation(settings: Settings, implementation: Implementation | None) -> None:
     """Training calls the chunked form, sampling the recurrent one."""
     if implementation != "pallas":
         return
     for form, length in (("chunk", settings.time), ("recurrent", 1)):
         name = f"{form}_{settings.op}"
-        heads = settings.num_heads
-        choice = info.explain(name, settings.rows, length, heads, settings.head_dim, jnp.float32)
+        mixer = GDNSpec(num_heads=settings.num_heads, head_dim=settings.head_dim)
+        choice = info.explain(name, settings.rows, length, mixer, jnp.float32)
         if choice.implementation != "pallas":
             why = choice.reasons["pallas"]
             raise Refused("implementation", f"pallas cannot run this model here: {why}")
@@ -269,10 +232,3 @@ def _show(console: Console, results: dict[str, Any], out: pathlib.Path) -> None:
         title_align="left",
     )
     console.print(sample, table)
-
-
-def _write(path: pathlib.Path, value: dict[str, Any]) -> None:
-    """JSON, whole or not at all."""
-    temporary = path.with_name(f".{path.name}")
-    temporary.write_text(json.dumps(value, indent=2) + "\n")
-    temporary.replace(path)

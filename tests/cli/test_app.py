@@ -64,7 +64,7 @@ def test_a_folder_of_other_things_is_left_alone(tmp_path):
     (tmp_path / "thesis.tex").touch()
     code, output = invoke("demo", "--out", str(tmp_path))
     assert code == 2
-    assert "is not empty and not a folder of this demo" in output
+    assert "is not empty and not a folder of such a run" in output
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 

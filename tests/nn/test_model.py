@@ -104,6 +104,8 @@ def test_prompts_of_different_lengths(model, tokens, continued):
     for row, given in enumerate(rows):
         prompt[row, : len(given)], ids[row, : len(given)] = given, 1
     got = model.generate(prompt, 5, key=KEY, temperature=0.0, segment_ids=jnp.asarray(ids))
+    given = {"segment_ids": jnp.asarray(ids), "key": KEY, "temperature": 0.0}
+    np.testing.assert_array_equal(np.stack(list(model.stream(prompt, 5, **given)), axis=1), got)
     np.testing.assert_array_equal(got[0], continued[0, :5])
     np.testing.assert_array_equal(got[1], continued[0, 4:9])
     np.testing.assert_array_equal(got[2], greedy(model, jnp.stack([tokens[2, :3]] * 3), 5)[2])
@@ -116,6 +118,8 @@ def test_the_key_decides(model, tokens):
     np.testing.assert_array_equal(run(KEY), first)
     assert (run(jax.random.key(6)) != first).any()
     assert len({tuple(column) for column in first.T}) > 1  # a key of its own for every step
+    streamed = model.stream(prompt, 9, key=KEY, temperature=3.0, top_k=VOCAB)
+    np.testing.assert_array_equal(np.stack(list(streamed), axis=1), first)
 
 
 def test_sampling_follows_the_distribution():
@@ -154,8 +158,17 @@ def test_rows_stop_one_by_one(model, tokens, continued):
         np.testing.assert_array_equal(row[: at + 1], expected[: at + 1])
         assert set(row[at:]) == {expected[at]}
     assert ended > 0
+    # The stream ends with the row that stops last.
+    streamed = np.stack(
+        list(model.stream(prompt, 9, key=KEY, temperature=0.0, stop_tokens=(stop,))), axis=1
+    )
+    np.testing.assert_array_equal(streamed, got[:, : streamed.shape[1]])
+    rows_going_on = [stop not in row[: streamed.shape[1] - 1] for row in np.asarray(got)]
+    assert any(rows_going_on)
     # All rows stop at once: the loop does not begin.
     every = tuple(range(VOCAB))
+    (first,) = model.stream(prompt, 9, key=KEY, temperature=0.0, stop_tokens=every)
+    np.testing.assert_array_equal(first, continued[:, 0])
     got = model.generate(prompt, 9, key=KEY, temperature=0.0, stop_tokens=every)
     np.testing.assert_array_equal(got, np.repeat(continued[:, :1], 9, axis=1))
 
@@ -175,6 +188,9 @@ def test_bad_generation_arguments(model, arguments, message):
     usual = {"prompt": jnp.zeros((1, 2), int), "length": 1, "key": KEY}
     with pytest.raises(ValueError, match=message):
         model.generate(**(usual | arguments))
+    # At the call, not where its first token is asked for.
+    with pytest.raises(ValueError, match=message):
+        model.stream(**(usual | arguments))
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from jfla.types import DeltaRuleOutput, Implementation, SegmentIds
 
 # Up to this many tokens with a cache go through the recurrence one by one; longer calls fill a
 # chunk.
-_RECURRENT_TOKENS = 8
+RECURRENT_TOKENS = 8
 # exp(-1000) is exactly 0 in float32 and float64: a decay that empties the state, within the gates
 # that every implementation promises to take.
 _RESET = -1000.0
@@ -251,7 +251,7 @@ class DeltaMixer(nnx.Module):
         state: Float[Array, "B HV K V"] | None,
     ) -> DeltaRuleOutput:
         """The op on q, k, v, the gate's input and the logits of beta."""
-        recurrent = state is not None and arrays[0].shape[1] <= _RECURRENT_TOKENS
+        recurrent = state is not None and arrays[0].shape[1] <= RECURRENT_TOKENS
         op = functools.partial(
             self._op(recurrent),
             qk_norm=True,

@@ -20,7 +20,7 @@ from jfla.nn.models.config import (
     MixerSpec,
     ModelConfig,
 )
-from jfla.nn.models.generate import generate, sampling
+from jfla.nn.models.generate import generate, sampling, stream
 from jfla.nn.sharding import BATCH, EMBED, TIME, VOCAB, annotated, constrain, refuse_explicit
 from jfla.types import Implementation, SegmentIds
 
@@ -303,3 +303,38 @@ class DeltaLM(nnx.Module):
         """
         how = sampling(self.config.vocab_size, temperature, top_k, top_p, stop_tokens)
         return generate(self, prompt, length, key, how, segment_ids)
+
+    def stream(
+        self,
+        prompt: Tokens,
+        length: int,
+        *,
+        key: PRNGKeyArray,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        stop_tokens: Collection[int] = (),
+        segment_ids: SegmentIds | None = None,
+    ) -> Iterator[Int[Array, " B"]]:
+        """Samples as `generate` does, and yields each token `[B]` when it is there.
+
+        Every token is a call of a compiled step, begun before the one before it is read, where
+        `generate` has one compiled loop.
+
+        **Arguments:** those of `generate`.
+
+        **Returns:** an iterator of at most `length` tokens; it ends when every row has stopped.
+
+        **Raises:** as `generate`, at the call.
+
+        >>> import jax, jfla.nn
+        >>> from flax import nnx
+        >>> sizes = {"vocab_size": 16, "hidden_size": 32, "num_layers": 1}
+        >>> config = jfla.nn.DeltaLMConfig(**sizes, num_heads=2, head_dim=16)
+        >>> model = jfla.nn.DeltaLM(config, rngs=nnx.Rngs(0))
+        >>> prompt = jax.numpy.array([[1, 2, 3]])
+        >>> print(len([int(token[0]) for token in model.stream(prompt, 4, key=jax.random.key(0))]))
+        4
+        """
+        how = sampling(self.config.vocab_size, temperature, top_k, top_p, stop_tokens)
+        return stream(self, prompt, length, key, how, segment_ids)

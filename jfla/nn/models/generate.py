@@ -1,8 +1,8 @@
-"""Sampling: one pass over the prompt, then a compiled loop of tokens that carries the cache."""
+"""Sampling: one pass over the prompt, then tokens one by one, in a compiled loop or as a stream."""
 
 import dataclasses
 import functools
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -82,14 +82,47 @@ def generate(
     segment_ids: SegmentIds | None,
 ) -> Int[Array, "B length"]:
     """Samples `length` tokens behind each prompt; the arguments are those of `DeltaLM.generate`."""
+    prompt = _checked(prompt, length)
+    graph, state = nnx.split(model)
+    return _run(graph, state, prompt, segment_ids, key, how, length)
+
+
+def stream(
+    model: LanguageModel,
+    prompt: Tokens,
+    length: int,
+    key: PRNGKeyArray,
+    how: Sampling,
+    segment_ids: SegmentIds | None,
+) -> Iterator[Int[Array, " B"]]:
+    """The tokens of `generate` one by one; the arguments are those of `DeltaLM.stream`."""
+    return _stream(model, _checked(prompt, length), length, key, how, segment_ids)
+
+
+def _checked(prompt: Tokens, length: int) -> Tokens:
     prompt = jnp.asarray(prompt)
     if prompt.ndim != 2 or prompt.shape[1] == 0:
         shape = list(prompt.shape)
         raise ValueError(f"prompt must be [B, T] with at least one token, got {shape}")
     if length < 1:
         raise ValueError(f"length must be at least 1, got {length}")
-    graph, state = nnx.split(model)
-    return _run(graph, state, prompt, segment_ids, key, how, length)
+    return prompt
+
+
+class _Last(NamedTuple):
+    """Each row's last token, whether it has stopped there, and the cache of what comes before."""
+
+    token: Int[Array, " B"]
+    done: Bool[Array, " B"]
+    cache: Cache
+
+
+class _Carry(NamedTuple):
+    """Of the loop: how many tokens there are, all of them, and the last."""
+
+    count: Int[Array, ""]
+    tokens: Int[Array, "B length"]
+    last: _Last
 
 
 @functools.partial(jax.jit, static_argnames=("graph", "length"))
@@ -103,49 +136,99 @@ def _run(
     length: int,
 ) -> Int[Array, "B length"]:
     model = nnx.merge(graph, state)
-    batch, time = prompt.shape
     keys = jax.random.split(key, length)
 
     def unfinished(carry: _Carry) -> Bool[Array, ""]:
-        return (carry.count < length) & ~jnp.all(carry.done)
+        return (carry.count < length) & ~jnp.all(carry.last.done)
 
     def step(carry: _Carry) -> _Carry:
-        x, cache = model.hidden(carry.token[:, None], None, carry.cache)
-        token = _choose(model.logits(x)[:, 0], how, keys[carry.count])
-        # A row that has stopped repeats its stop token.
-        token = jnp.where(carry.done, carry.token, token)
-        return _Carry(
-            carry.count + 1,
-            token,
-            _stops(token, how.stop_tokens),
-            carry.tokens.at[:, carry.count].set(token),
-            cache,
-        )
+        last = _behind(model, carry.last, keys[carry.count], how)
+        tokens = carry.tokens.at[:, carry.count].set(last.token)
+        return _Carry(carry.count + 1, tokens, last)
 
+    first = _behind_prompt(model, prompt, segment_ids, keys[0], how, length)
+    tokens = jnp.broadcast_to(first.token[:, None], (prompt.shape[0], length))
+    end = lax.while_loop(unfinished, step, _Carry(jnp.int32(1), tokens, first))
+    # The loop ends before the last token where all rows have stopped.
+    reached = jnp.arange(length)[None] < end.count
+    return jnp.where(reached, end.tokens, end.last.token[:, None])
+
+
+def _stream(
+    model: LanguageModel,
+    prompt: Tokens,
+    length: int,
+    key: PRNGKeyArray,
+    how: Sampling,
+    segment_ids: SegmentIds | None,
+) -> Iterator[Int[Array, " B"]]:
+    graph, state = nnx.split(model)
+    keys = jax.random.split(key, length)
+    last = _prefill(graph, state, prompt, segment_ids, keys[0], how, length)
+    for count in range(1, length):
+        token = last.token
+        done = last.done
+        # Begun before anybody waits for the token: the device works while the caller reads it.
+        last = _decode(graph, state, token, done, last.cache, keys[count], how)
+        yield token
+        if bool(jnp.all(done)):
+            return
+    yield last.token
+
+
+@functools.partial(jax.jit, static_argnames=("graph", "length"))
+def _prefill(
+    graph: nnx.GraphDef[LanguageModel],
+    state: nnx.GraphState,
+    prompt: Tokens,
+    segment_ids: SegmentIds | None,
+    key: PRNGKeyArray,
+    how: Sampling,
+    length: int,
+) -> _Last:
+    return _behind_prompt(nnx.merge(graph, state), prompt, segment_ids, key, how, length)
+
+
+@functools.partial(jax.jit, static_argnames="graph", donate_argnames="cache")
+def _decode(
+    graph: nnx.GraphDef[LanguageModel],
+    state: nnx.GraphState,
+    token: Int[Array, " B"],
+    done: Bool[Array, " B"],
+    cache: Cache,
+    key: PRNGKeyArray,
+    how: Sampling,
+) -> _Last:
+    return _behind(nnx.merge(graph, state), _Last(token, done, cache), key, how)
+
+
+def _behind_prompt(
+    model: LanguageModel,
+    prompt: Tokens,
+    segment_ids: SegmentIds | None,
+    key: PRNGKeyArray,
+    how: Sampling,
+    length: int,
+) -> _Last:
+    """The first token, with room for `length` in the cache."""
+    batch, time = prompt.shape
     cache = model.init_cache(batch, time + length)
     x, cache = model.hidden(prompt, segment_ids, cache)
     num_tokens = jnp.full(batch, time)
     if segment_ids is not None:
         num_tokens = jnp.sum(segment_ids > 0, axis=1)
-    last = jnp.maximum(num_tokens - 1, 0)
-    x = jnp.take_along_axis(x, last[:, None, None], axis=1)
-    first = _choose(model.logits(x)[:, 0], how, keys[0])
-    tokens = jnp.broadcast_to(first[:, None], (batch, length))
-    start = _Carry(jnp.int32(1), first, _stops(first, how.stop_tokens), tokens, cache)
-    end = lax.while_loop(unfinished, step, start)
-    # The loop ends before the last token where all rows have stopped.
-    reached = jnp.arange(length)[None] < end.count
-    return jnp.where(reached, end.tokens, end.token[:, None])
+    position = jnp.maximum(num_tokens - 1, 0)
+    x = jnp.take_along_axis(x, position[:, None, None], axis=1)
+    token = _choose(model.logits(x)[:, 0], how, key)
+    return _Last(token, _stops(token, how.stop_tokens), cache)
 
 
-class _Carry(NamedTuple):
-    """Of the loop: how many tokens there are, the last ones, which rows have stopped, all tokens."""
-
-    count: Int[Array, ""]
-    token: Int[Array, " B"]
-    done: Bool[Array, " B"]
-    tokens: Int[Array, "B length"]
-    cache: Cache
+def _behind(model: LanguageModel, last: _Last, key: PRNGKeyArray, how: Sampling) -> _Last:
+    """The next token; a row that has stopped repeats its stop token."""
+    x, cache = model.hidden(last.token[:, None], None, last.cache)
+    token = _choose(model.logits(x)[:, 0], how, key)
+    token = jnp.where(last.done, last.token, token)
+    return _Last(token, _stops(token, how.stop_tokens), cache)
 
 
 def _stops(token: Int[Array, " B"], stop_tokens: Int[Array, " n"] | None) -> Bool[Array, " B"]:
