@@ -137,6 +137,64 @@ def generate(
 
 
 @app.command()
+def finetune(
+    model: Annotated[
+        pathlib.Path, typer.Option(help="Folder of a published model: config.json, .safetensors.")
+    ],
+    data: Annotated[
+        pathlib.Path,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            help='JSON lines: {"text": ...}, {"tokens": [...]} or {"prompt": ..., "completion": ...}.',
+        ),
+    ],
+    out: Annotated[
+        pathlib.Path,
+        typer.Option(file_okay=False, help="Folder of checkpoints, curve and the model."),
+    ] = pathlib.Path("jfla-finetune"),
+    full: Annotated[bool, typer.Option("--full", help="Train all parameters, not LoRA's.")] = False,
+    rank: Annotated[int, typer.Option(min=1, help="Of LoRA's updates.")] = 16,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Training steps; three passes when left out.")
+    ] = None,
+    rows: Annotated[
+        int | None, typer.Option(min=1, help="Rows of packed documents a step.")
+    ] = None,
+    time: Annotated[int | None, typer.Option(min=1, help="Tokens of a row.")] = None,
+    learning_rate: Annotated[
+        float | None, typer.Option(min=0, help="Largest; 2e-4, or 1e-5 with --full.")
+    ] = None,
+    dtype: Annotated[
+        DType | None, typer.Option(help="As published, float32 on a CPU, when left out.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of LoRA and the order of rows.")] = 0,
+) -> None:
+    """Go on training a published model on documents, and save it in the format it came in.
+
+    It is saved as it goes. The same command goes on where an interrupted one stopped; a larger
+    --steps goes on from a finished one.
+    """
+    from jfla.cli.finetune import Options, run
+
+    options = Options(
+        model=model,
+        data=data,
+        out=out,
+        full=full,
+        rank=rank,
+        steps=steps,
+        rows=rows,
+        time=time,
+        learning_rate=learning_rate,
+        dtype=dtype.value if dtype else None,
+        seed=seed,
+    )
+    with _said(*_OF_A_FOLDER, stopped=_GOES_ON):
+        run(options, Console())
+
+
+@app.command()
 def serve_demo(
     op: Annotated[Op, typer.Option(help="Kimi Delta Attention or Gated DeltaNet.")] = Op.kda,
     requests: Annotated[int, typer.Option(min=1, help="Random requests, of any length.")] = 32,

@@ -43,10 +43,14 @@ class Corpus(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Rows of T + 1 tokens; `scored` marks the positions whose next token counts."""
+    """Rows of T + 1 tokens; `scored` marks the positions whose next token counts.
+
+    `segment_ids` are those of packed documents, at the first T tokens; None where a row is one.
+    """
 
     tokens: Int32[np.ndarray, "B T_plus_1"]
     scored: Bool[np.ndarray, "B T"]
+    segment_ids: Int32[np.ndarray, "B T"] | None = None
 
 
 def load_corpus(folder: pathlib.Path | None = None) -> Corpus:

@@ -14,20 +14,13 @@ from flax import nnx
 from jaxtyping import UInt8
 from rich.console import Console
 from rich.panel import Panel
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeRemainingColumn,
-)
 from rich.table import Table
 from rich.text import Text
 
 from jfla.cli import data, info, plot
+from jfla.cli.progress import train
 from jfla.cli.run_folder import RESULTS, Refused, claim, finished, write_json
-from jfla.cli.train import Curves, Run, Settings, evaluate
+from jfla.cli.train import Curves, Run, Settings, create, evaluate
 from jfla.nn import DeltaLM
 from jfla.nn.models.config import GDNSpec
 from jfla.types import Implementation
@@ -80,9 +73,11 @@ def run(
     results = {"steps": steps, "byte_entropy": _entropy(corpus.train)}
     curves: dict[str, Curves] = {}
     for task in _tasks(settings, corpus, steps):
-        training = Run(settings, steps, out / task.name, implementation)
+        made = create(settings, steps, implementation)
+        training = Run(*made, steps, out / task.name)
         try:
-            _train(training, task, settings, console)
+            tokens = settings.rows * settings.time
+            train(training, task.train, task.name, tokens, SAVE_EVERY, console)
         finally:
             training.close()
         test = evaluate(training.model, task.test)
@@ -152,49 +147,6 @@ def _tasks(settings: Settings, corpus: data.Corpus, steps: int) -> list[Task]:
         )
 
     return [task("text", text, held_out), task("recall", recall, recall)]
-
-
-def _train(training: Run, task: Task, settings: Settings, console: Console) -> None:
-    """Shows a bar while the steps go by; where there is no terminal, ten lines."""
-    if training.step:
-        console.print(f"{task.name}: continuing after step {training.step}")
-    columns = (
-        TextColumn("{task.description}", style="bold"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[note]}"),
-        TimeRemainingColumn(compact=True),
-    )
-    steps = training.steps
-    with Progress(*columns, console=console, speed_estimate_period=10) as progress:
-        bar = progress.add_task(task.name, total=steps, completed=training.step, note="compiling")
-        note = _notes(progress, bar, settings.rows * settings.time)
-        for result in training.train(task.train, SAVE_EVERY):
-            line = note(training.step, float(result.bits), float(result.accuracy))
-            if not console.is_terminal and training.step % max(1, steps // 10) == 0:
-                console.print(f"{task.name} step {training.step}: {line}")
-
-
-def _notes(progress: Progress, bar: TaskID, tokens: int) -> Callable[[int, float, float], str]:
-    """What is written next to the bar; the speed is that since the first step, which compiles."""
-    start = 0.0
-    first_step: int | None = None
-
-    def note(step: int, bits: float, accuracy: float) -> str:
-        nonlocal start, first_step
-        now = time.perf_counter()
-        speed = "-"
-        if first_step is None:
-            start = now
-            first_step = step
-        else:
-            per_second = tokens * (step - first_step) / (now - start)
-            speed = f"{per_second:,.0f} tokens/s"
-        line = f"{bits:.2f} bits/token  {accuracy:4.0%} right  {speed}"
-        progress.update(bar, completed=step, note=line)
-        return line
-
-    return note
 
 
 def _sample(model: DeltaLM, seed: int) -> str:

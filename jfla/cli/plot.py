@@ -1,7 +1,8 @@
-"""Draws what the demo's models learned: bits per byte of text, and right answers in recall."""
+"""Draws curves of training: the demo's two tasks, and a fine-tuning's loss and right tokens."""
 
+import contextlib
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import matplotlib
@@ -65,11 +66,31 @@ def draw(
 
     `text`: bits per byte of each step; `recall`: fraction of right answers of each step.
     """
+    with _two_panels(path, title) as (left, right):
+        _draw_text(left, text, byte_entropy)
+        _draw_accuracy(right, "Associative recall: right answers", recall)
+        _baseline(right, 100 * chance, len(recall), f"guessing: {100 * chance:.0f} %")
+
+
+def draw_finetuning(
+    path: pathlib.Path, title: str, bits: Sequence[float], accuracy: Sequence[float]
+) -> None:
+    """Writes a PNG of the bits per token and the fraction of right tokens of each step."""
+    with _two_panels(path, title) as (left, right):
+        _title(left, "Documents: bits per token")
+        _curve(left, np.asarray(bits), BLUE, "{:.2f} bits")
+        _baseline(left, bits[0], len(bits), f"as published: {bits[0]:.2f} bits")
+        left.set_ylim(0, 1.1 * max(bits))
+        _draw_accuracy(right, "Likeliest token is right", accuracy)
+
+
+@contextlib.contextmanager
+def _two_panels(path: pathlib.Path, title: str) -> Iterator[tuple[Axes, Axes]]:
+    """Two axes side by side, written as a PNG afterwards, whole or not at all."""
     with plt.rc_context(STYLE):
         figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.6), dpi=150, layout="constrained")
         figure.suptitle(title, x=0.008, ha="left", fontsize=14, fontweight="bold")
-        _draw_text(left, text, byte_entropy)
-        _draw_recall(right, recall, chance)
+        yield left, right
         temporary = path.with_name(f".{path.name}")
         figure.savefig(temporary, format="png")
         plt.close(figure)
@@ -84,10 +105,9 @@ def _draw_text(axes: Axes, bits: Sequence[float], byte_entropy: float) -> None:
     axes.set_ylim(0, max(8.2, 1.05 * max(bits)))
 
 
-def _draw_recall(axes: Axes, accuracy: Sequence[float], chance: float) -> None:
-    _title(axes, "Associative recall: right answers")
+def _draw_accuracy(axes: Axes, title: str, accuracy: Sequence[float]) -> None:
+    _title(axes, title)
     _curve(axes, 100 * np.asarray(accuracy), ORANGE, "{:.0f} %")
-    _baseline(axes, 100 * chance, len(accuracy), f"guessing: {100 * chance:.0f} %")
     axes.set_ylim(-2, 107)
     percents = range(0, 101, 20)
     axes.set_yticks(percents, [f"{percent} %" for percent in percents])

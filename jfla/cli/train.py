@@ -1,10 +1,10 @@
-"""Trains one of the demo's models: a jitted update, and checkpoints from which a run goes on."""
+"""Trains a language model: a jitted update, and checkpoints from which a run goes on."""
 
 import dataclasses
 import functools
 import pathlib
 from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import grain
 import jax
@@ -48,19 +48,26 @@ class Settings:
         )
         return DeltaLM(config, rngs=nnx.Rngs(self.seed))
 
-    def optimizer(self, steps: int) -> optax.GradientTransformation:
-        """AdamW with warmup, cosine decay over `steps` and clipped gradients."""
-        rate = optax.warmup_cosine_decay_schedule(
-            init_value=0.0,
-            peak_value=self.learning_rate,
-            warmup_steps=_WARMUP_STEPS,
-            decay_steps=max(steps, _WARMUP_STEPS + 1),
-            end_value=self.learning_rate / 20,
-        )
-        return optax.chain(
-            optax.clip_by_global_norm(1.0),
-            optax.adamw(rate, b2=0.98, weight_decay=0.01),
-        )
+
+@functools.cache
+def adamw(
+    learning_rate: float, steps: int, warmup_steps: int = _WARMUP_STEPS
+) -> optax.GradientTransformation:
+    """AdamW with warmup, cosine decay over `steps` and clipped gradients.
+
+    The same object for the same arguments: an update that is compiled serves every such run.
+    """
+    rate = optax.warmup_cosine_decay_schedule(
+        init_value=0.0,
+        peak_value=learning_rate,
+        warmup_steps=warmup_steps,
+        decay_steps=max(steps, warmup_steps + 1),
+        end_value=learning_rate / 20,
+    )
+    return optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.adamw(rate, b2=0.98, weight_decay=0.01),
+    )
 
 
 class Metrics(NamedTuple):
@@ -81,7 +88,8 @@ def metrics(model: DeltaLM, batch: data.Batch) -> Metrics:
     """Metrics of one batch."""
     tokens = jnp.asarray(batch.tokens)
     target = tokens[:, 1:]
-    logits = model(tokens[:, :-1])
+    packed = batch.segment_ids is not None
+    logits = model(tokens[:, :-1], jnp.asarray(batch.segment_ids) if packed else None)
     nats = optax.softmax_cross_entropy_with_integer_labels(logits, target)
     right = jnp.argmax(logits, axis=-1) == target
 
@@ -93,13 +101,14 @@ def metrics(model: DeltaLM, batch: data.Batch) -> Metrics:
 
 @nnx.jit
 def update(model: DeltaLM, optimizer: nnx.Optimizer, batch: data.Batch) -> Metrics:
-    """One step of the optimizer."""
+    """One step of the optimizer, over the parameters that it was made for."""
 
     def loss(model: DeltaLM) -> tuple[Float[Array, ""], Metrics]:
         result = metrics(model, batch)
         return result.bits, result
 
-    (_, result), grads = nnx.value_and_grad(loss, has_aux=True)(model)
+    trained = nnx.DiffState(0, optimizer.wrt)
+    (_, result), grads = nnx.value_and_grad(loss, argnums=trained, has_aux=True)(model)
     optimizer.update(model, grads)
     return result
 
@@ -114,31 +123,34 @@ _evaluate = nnx.jit(metrics)
 
 
 @functools.partial(nnx.jit, static_argnums=(0, 1, 2))
-def _create(
+def create(
     settings: Settings, steps: int, implementation: Implementation | None
 ) -> tuple[DeltaLM, nnx.Optimizer[DeltaLM]]:
+    """The demo's model and optimizer, drawn by one compiled program."""
     model = settings.model(implementation)
-    return model, nnx.Optimizer(model, settings.optimizer(steps), wrt=nnx.Param)
+    optimizer = adamw(settings.learning_rate, steps)
+    return model, nnx.Optimizer(model, optimizer, wrt=nnx.Param)
 
 
 class Run:
     """A model in training and its place on disk.
 
     Checkpoints are `folder/<step>`; each is written under another name and moved when it is whole,
-    so that a kill at any time leaves the one before. They hold parameters, optimizer and curves:
-    data of step i depend on i alone, so a run that was killed and continued ends with the bits of
-    one that was not.
+    so that a kill at any time leaves the one before. They hold the parameters that are trained, the
+    optimizer and the curves: data of step i depend on i alone, so a run that was killed and
+    continued ends with the bits of one that was not.
     """
 
     def __init__(
         self,
-        settings: Settings,
+        model: DeltaLM,
+        optimizer: nnx.Optimizer[DeltaLM],
         steps: int,
         folder: pathlib.Path,
-        implementation: Implementation | None,
     ):
         self.steps = steps
-        self.model, self.optimizer = _create(settings, steps, implementation)
+        self.model = model
+        self.optimizer = optimizer
         self.curves: Curves = {name: [] for name in Metrics._fields}
         options = ocp.CheckpointManagerOptions(max_to_keep=2, cleanup_tmp_directories=True)
         self._checkpoints = ocp.CheckpointManager(folder.absolute(), options=options)
@@ -166,24 +178,26 @@ class Run:
         """Waits until what is being written is on disk."""
         self._checkpoints.close()
 
-    def _state(self) -> Any:
-        return nnx.to_pure_dict(nnx.state((self.model, self.optimizer)))
+    def _state(self) -> nnx.State:
+        trained = nnx.Any(self.optimizer.wrt, nnx.OptState)
+        return nnx.state((self.model, self.optimizer), trained)
 
     def _save(self) -> None:
         items = ocp.args.Composite(
-            state=ocp.args.StandardSave(self._state()),
+            state=ocp.args.StandardSave(nnx.to_pure_dict(self._state())),
             curves=ocp.args.JsonSave(self.curves),
         )
         self._checkpoints.save(self.step, args=items, force=True)
 
     def _restore(self, step: int) -> None:
-        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, self._state())
+        state = self._state()
+        saved = nnx.to_pure_dict(state)
+        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, saved)
         items = ocp.args.Composite(
             state=ocp.args.StandardRestore(abstract),
             curves=ocp.args.JsonRestore(),
         )
         restored = self._checkpoints.restore(step, args=items)
-        state = nnx.state((self.model, self.optimizer))
         nnx.replace_by_pure_dict(state, restored["state"])
         nnx.update((self.model, self.optimizer), state)
         self.curves = restored["curves"]

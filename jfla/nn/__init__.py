@@ -17,6 +17,8 @@ from jfla.nn.layers.gdn import GatedDeltaNet as GatedDeltaNet
 from jfla.nn.layers.kda import KimiDeltaAttention as KimiDeltaAttention
 from jfla.nn.layers.latent_attention import LatentAttention as LatentAttention
 from jfla.nn.layers.latent_attention import LatentCache as LatentCache
+from jfla.nn.layers.lora import add_lora as add_lora
+from jfla.nn.layers.lora import merge_lora as merge_lora
 from jfla.nn.layers.moe import MixtureOfExperts as MixtureOfExperts
 from jfla.nn.layers.moe import MoEOptions as MoEOptions
 from jfla.nn.models.config import ModelConfig as ModelConfig

@@ -168,7 +168,9 @@ def _fill_published(
     model.config = dataclasses.replace(config, stored_dtypes=tuple(others))
 
 
-def save_hf(model: DeltaLM, path: Path, *, shard_bytes: int = _SHARD_BYTES) -> None:
+def save_hf(
+    model: DeltaLM, path: Path, *, rounded: bool = False, shard_bytes: int = _SHARD_BYTES
+) -> None:
     """Writes a model in the format that it was published in: `config.json` and weights.
 
     What was loaded and not changed is written bit for bit: a parameter goes back to the dtype of
@@ -176,7 +178,8 @@ def save_hf(model: DeltaLM, path: Path, *, shard_bytes: int = _SHARD_BYTES) -> N
     `DeltaLMConfig` is written as `save_fla` does.
 
     **Arguments:** `model`, of `load_hf`, `from_config` or a `DeltaLMConfig`; `path`, a folder, made
-    if need be; `shard_bytes`, above which weights are divided into several files and their index.
+    if need be; `rounded`: what was trained in a wider dtype goes back to that of its tensor, too
+    (for a `ModelConfig`); `shard_bytes`, above which weights are divided into several files and their index.
 
     **Raises:** `ValueError` for a `ModelConfig` made by hand; `ImportError` without safetensors.
 
@@ -205,7 +208,7 @@ def save_hf(model: DeltaLM, path: Path, *, shard_bytes: int = _SHARD_BYTES) -> N
     weight_map = {}
     total = 0
     for shard, file in zip(shards, names, strict=True):
-        tensors = dict(_as_stored(model, shard, config))
+        tensors = dict(_as_stored(model, shard, config, rounded))
         weight_map |= dict.fromkeys(tensors, file)
         total += sum(x.nbytes for x in tensors.values())
         # Whoever reads the old file, as this model's own checkpoint, keeps it until then.
@@ -238,15 +241,15 @@ def _shards(
 
 
 def _as_stored(
-    model: DeltaLM, table: list[StoredTensor], config: ModelConfig
+    model: DeltaLM, table: list[StoredTensor], config: ModelConfig, rounded: bool
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Tensors in the dtype of the checkpoint, but in their own where that would round them."""
+    """Tensors in the dtype of the checkpoint, or in their own where none is to be rounded to it."""
     usual = np.dtype(hf_config(json.loads(config.published)).param_dtype)
     others = dict(config.stored_dtypes)
     for name, x in collect(model, table):
         dtype = np.dtype(others.get(name, usual))
         stored = x.astype(dtype)
-        exact = np.array_equal(stored.astype(x.dtype), x)
+        exact = rounded or np.array_equal(stored.astype(x.dtype), x)
         yield name, stored if exact else x
 
 
