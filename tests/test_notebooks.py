@@ -1,4 +1,4 @@
-"""Each notebook's text and its rendered .ipynb say the same, and all four install jfla in the same way."""
+"""Each notebook's text and its rendered .ipynb say the same, and all of them install jfla in the same way."""
 
 import json
 import pathlib

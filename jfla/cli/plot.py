@@ -79,7 +79,7 @@ def draw_finetuning(
     with _two_panels(path, title) as (left, right):
         _title(left, "Documents: bits per token")
         _curve(left, np.asarray(bits), BLUE, "{:.2f} bits")
-        _baseline(left, bits[0], len(bits), f"as published: {bits[0]:.2f} bits")
+        _baseline(left, bits[0], len(bits), f"first step: {bits[0]:.2f} bits")
         left.set_ylim(0, 1.1 * max(bits))
         _draw_accuracy(right, "Likeliest token is right", accuracy)
 

@@ -29,6 +29,19 @@ def test_the_picture_shows_both_curves(tmp_path: pathlib.Path):
         pixels = image.imread(path)
         assert min(pixels.shape[:2]) > 500
         assert [path.name for path in tmp_path.iterdir()] == ["loss.png"]
-        for color in (plot.BLUE, plot.ORANGE):
-            rgb = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-            assert (np.abs(pixels[..., :3] - rgb).max(axis=-1) < 0.02).sum() > 100
+        check_colors(pixels)
+
+
+def test_the_picture_of_a_finetuning_shows_both_curves(tmp_path: pathlib.Path):
+    path = tmp_path / "loss.png"
+    accuracy = np.linspace(0.2, 0.6, 30).tolist()
+    plot.draw_finetuning(path, "title", np.linspace(3, 2, 30).tolist(), accuracy)
+    check_colors(image.imread(path))
+    assert [path.name for path in tmp_path.iterdir()] == ["loss.png"]
+
+
+def check_colors(pixels: np.ndarray) -> None:
+    """Of both curves."""
+    for color in (plot.BLUE, plot.ORANGE):
+        rgb = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        assert (np.abs(pixels[..., :3] - rgb).max(axis=-1) < 0.02).sum() > 100
