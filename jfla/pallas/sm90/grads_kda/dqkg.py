@@ -271,10 +271,8 @@ def _pairs_step(ctx: GradsKdaWarpgroup, i: Index, end: Index, grads: Grads) -> C
 
     def early() -> Reg:
         """What k_early decayed by: the same, or 1 / the same in a block that has a middle."""
-        x = late()
-        inverse = 1.0 / jnp.maximum(x, 2.0**-MIDDLE_RANGE)
-        share = jnp.where(from_middle, 1.0, 0.0)
-        return share * inverse + (1.0 - share) * x
+        x = jnp.maximum(late(), 2.0**-MIDDLE_RANGE)
+        return jnp.exp2(early_sign * jnp.log2(x))
 
     # Each result is added before the next matmul; the compiler would keep all three to the end.
     none = zeros(CHUNK, TILE_K)
