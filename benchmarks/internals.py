@@ -19,6 +19,7 @@ from jfla.pallas.sm90 import chunk as sm90
 from jfla.pallas.sm90.scan.spec import ScanConfig
 from jfla.pallas.sm90.scan.steps import output_scan_kernel
 from jfla.pallas.support import num_sms
+from jfla.parallel.hand_over import MAX_GATHERED as MAX_GATHERED
 from jfla.types import CHUNK as CHUNK
 from jfla.types import OPS, Inputs, Options
 from jfla.xla.forward import decayed_qk, intra

@@ -19,7 +19,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-import jfla.nn
+from jfla import nn
 
 _TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2}
 
@@ -33,9 +33,9 @@ class Results(NamedTuple):
 
 def ours(folder: pathlib.Path, prompt: list[int], new: int, dtype: str) -> Results:
     """By `jfla.nn.load_hf`."""
-    config = jfla.nn.hf_config(folder)
+    config = nn.hf_config(folder)
     config = dataclasses.replace(config, dtype=jnp.dtype(dtype), param_dtype=jnp.dtype(dtype))
-    model = jfla.nn.load_hf(folder, config)
+    model = nn.load_hf(folder, config)
     tokens = jnp.array([prompt])
     states = model.hidden_states(tokens)
     logits = model.logits(states[-1])
@@ -104,7 +104,7 @@ def main() -> None:
     """Prints both sides."""
     arguments = _arguments()
     tolerance = arguments.tolerance or _TOLERANCE[arguments.dtype]
-    prompt = _prompt(arguments, jfla.nn.hf_config(arguments.folder).vocab_size)
+    prompt = _prompt(arguments, nn.hf_config(arguments.folder).vocab_size)
     run = (arguments.folder, prompt, arguments.new, arguments.dtype)
     expected = theirs(*run)
     got = ours(*run)

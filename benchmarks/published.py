@@ -19,7 +19,7 @@ from flax import nnx
 from rich.console import Console
 from rich.table import Table
 
-import jfla.nn
+from jfla import nn
 
 
 def settings(layers: int, hidden: int) -> dict[str, Any]:
@@ -54,14 +54,14 @@ def _seconds(run: Callable[[], Any], repeats: int = 3) -> float:
     return min(times)
 
 
-def _training_step(model: jfla.nn.DeltaLM, tokens: jax.Array) -> Callable[[], jax.Array]:
+def _training_step(model: nn.DeltaLM, tokens: jax.Array) -> Callable[[], jax.Array]:
     optimizer = nnx.Optimizer(model, optax.sgd(1e-4), wrt=nnx.Param)
 
     @nnx.jit
-    def step(model: jfla.nn.DeltaLM, optimizer: nnx.Optimizer, tokens: jax.Array) -> jax.Array:
-        loss, grads = nnx.value_and_grad(
-            lambda model: jfla.nn.next_token_loss(model(tokens), tokens)
-        )(model)
+    def step(model: nn.DeltaLM, optimizer: nnx.Optimizer, tokens: jax.Array) -> jax.Array:
+        loss, grads = nnx.value_and_grad(lambda model: nn.next_token_loss(model(tokens), tokens))(
+            model
+        )
         optimizer.update(model, grads)
         return loss
 
@@ -71,11 +71,11 @@ def _training_step(model: jfla.nn.DeltaLM, tokens: jax.Array) -> Callable[[], ja
 def measure(folder: pathlib.Path, args: argparse.Namespace) -> dict[str, str]:
     """Everything, as text."""
     if not (folder / "config.json").exists():
-        made = jfla.nn.from_config(settings(args.layers, args.hidden), rngs=nnx.Rngs(0))
-        jfla.nn.save_hf(made, folder)
+        made = nn.from_config(settings(args.layers, args.hidden), rngs=nnx.Rngs(0))
+        nn.save_hf(made, folder)
         del made
     start = time.perf_counter()
-    model = jfla.nn.load_hf(folder)
+    model = nn.load_hf(folder)
     jax.block_until_ready(nnx.state(model))
     found = {"load, s": f"{time.perf_counter() - start:.2f}"}
     sizes = [x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param))]

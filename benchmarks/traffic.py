@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 import jfla
 from benchmarks.h200 import H200
-from jfla.parallel.hand_over import MAX_GATHERED
+from benchmarks.internals import MAX_GATHERED
 
 COLLECTIVE = re.compile(
     r"= (.*?) (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(-start)?\("

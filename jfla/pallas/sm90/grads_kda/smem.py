@@ -48,7 +48,7 @@ class Salt(enum.IntEnum):
 
     STEP = 0
     EPILOGUE = 2
-    FROM_START_ADJOINT = 3
+    FROM_START_ADJOINT = 1
     WHOLE_CHUNK = 4
     FROM_START = 5
     TO_END = 6
