@@ -218,9 +218,8 @@ def test_jacobians_by_columns_and_by_rows():
     assert_close(jax.jit(jax.jacfwd(output))(moved), jax.jit(jax.jacrev(output))(moved))
 
 
-@pytest.mark.parametrize(
-    "call", [CALLS[0], pytest.param(CALLS[4], marks=pytest.mark.slow)], ids=str
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("call", [CALLS[0], CALLS[4]], ids=str)
 def test_products_with_the_hessian(call):
     """Forward over reverse, and reverse over forward."""
     x = draw(call)

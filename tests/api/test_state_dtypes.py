@@ -124,6 +124,7 @@ def test_the_decode_kernel_writes_every_state_in_bfloat16():
     same(every.output, last.output)
 
 
+@pytest.mark.slow
 def test_the_backward_kernels_take_a_bfloat16_state():
     main, state, rest = make("chunk_gdn", time=64, dtype="bfloat16")
 

@@ -65,7 +65,14 @@ def test_another_prefill_goes_on_from_any_of_them(op):
         np.testing.assert_array_equal(got.final_state, whole.final_state[:, -1])
 
 
-@pytest.mark.parametrize(("op", "home"), [("kda", jfla), ("gdn", jfla), ("gdn", jfla.reference)])
+@pytest.mark.parametrize(
+    ("op", "home"),
+    [
+        ("kda", jfla),
+        pytest.param("gdn", jfla, marks=pytest.mark.slow),
+        pytest.param("gdn", jfla.reference, marks=pytest.mark.slow),
+    ],
+)
 def test_derivatives_go_through_every_state(op, home):
     with jax.enable_x64(True):
         main, rest = jax.tree.map(

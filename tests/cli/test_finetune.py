@@ -129,6 +129,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_bits(inputs, finished, tmp_p
         run(inputs, out, full=True)
 
 
+@pytest.mark.slow
 def test_all_parameters_over_several_devices(inputs, tmp_path):
     """Rows divided among four devices; float32 in training, the published dtype in the folder."""
     printed = " ".join(run(inputs, tmp_path / "out", full=True, steps=2, dtype="float32").split())

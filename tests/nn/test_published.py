@@ -147,7 +147,8 @@ def test_a_narrower_dtype_where_it_is_asked_for():
 
 
 @pytest.mark.parametrize(
-    "family", ["kimi_linear", pytest.param("qwen3_next", marks=pytest.mark.slow)]
+    "family",
+    [pytest.param(family, marks=pytest.mark.slow) for family in ("kimi_linear", "qwen3_next")],
 )
 def test_weights_go_where_the_mesh_puts_them(family):
     rules = (("batch", "data"), ("heads", "model"), ("mlp", "model"), ("vocab", "model"))
