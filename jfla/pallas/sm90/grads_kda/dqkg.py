@@ -276,9 +276,12 @@ def _pairs_step(ctx: GradsKdaWarpgroup, i: Index, end: Index, grads: Grads) -> C
 
     # Each result is added before the next matmul; the compiler would keep all three to the end.
     none = zeros(CHUNK, TILE_K)
+    # Nothing comes of a step that is out of range, so either sign is right there. Found by search, like
+    # the salts: one scalar less saves a spill where V has blocks, and costs one where it has none.
+    sign = early_sign if ctx.has_v_blocks else jnp.where(from_middle, -1.0, 1.0)
     dx = dot(none, (transposed(w_k), k), (transposed(w_q), q))
     dk = dk + early() * dx
-    z = early_sign * k_early[...].astype(F32) * dx
+    z = sign * k_early[...].astype(F32) * dx
     dk, z = pin((dk, z))
     dx = dot(none, (w_q, k_early))
     dq = dq + late() * dx
@@ -317,6 +320,7 @@ def _write_step_operands(ctx: GradsKdaWarpgroup, qk: QkTiles, sums: Reg, early_s
     x = x * jnp.exp2(sums)
     ctx.scratch(1)[...] = x.astype(BF16)
     x = qk.scaled(K, ctx.wg)
+    early_sums = jnp.minimum(early_sums, MIDDLE_RANGE)
     x = x * jnp.exp2(early_sums)
     ctx.scratch(2)[...] = x.astype(BF16)
     plgpu.commit_smem()

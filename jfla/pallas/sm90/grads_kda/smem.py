@@ -48,7 +48,7 @@ class Salt(enum.IntEnum):
 
     STEP = 0
     EPILOGUE = 2
-    FROM_START_ADJOINT = 1
+    FROM_START_ADJOINT = 3
     WHOLE_CHUNK = 4
     FROM_START = 5
     TO_END = 6
@@ -191,6 +191,11 @@ class GradsKdaWarpgroup(NamedTuple):
     def has_all_channels(self) -> bool:
         """Whether K has no other block, that is, no other CTA."""
         return self.gmem.qkg.q.shape[-1] == self.qk.num_tiles * TILE_K
+
+    @property
+    def has_v_blocks(self) -> bool:
+        """Whether other CTAs have blocks of V of the same head."""
+        return self.qk.value_heads > self.gmem.scans.states.shape[1]
 
     def state_view(self, ref_gmem: Gmem, n: Index) -> Gmem:
         """Of an array [B, HV, N, V, K] what goes to one tile: 64 rows of this CTA's block of V.
