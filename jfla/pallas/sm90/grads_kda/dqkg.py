@@ -277,8 +277,10 @@ def _pairs_step(ctx: GradsKdaWarpgroup, i: Index, end: Index, grads: Grads) -> C
     # Each result is added before the next matmul; the compiler would keep all three to the end.
     none = zeros(CHUNK, TILE_K)
     # Nothing comes of a step that is out of range, so either sign is right there. Found by search, like
-    # the salts: one scalar less saves a spill where V has blocks, and costs one where it has none.
-    sign = early_sign if ctx.has_v_blocks else jnp.where(from_middle, -1.0, 1.0)
+    # the salts: one scalar less saves a spill where K has two tiles and V has blocks, else costs one.
+    sign = jnp.where(from_middle, -1.0, 1.0)
+    if ctx.has_v_blocks and ctx.qk.num_tiles == 2:
+        sign = early_sign
     dx = dot(none, (transposed(w_k), k), (transposed(w_q), q))
     dk = dk + early() * dx
     z = sign * k_early[...].astype(F32) * dx
