@@ -14,6 +14,7 @@ from jfla._inputs.validate import DEFAULTS, validate
 from jfla.cli.cpu import cpu_name as cpu_name
 from jfla.pallas.arrays import kernel_arrays
 from jfla.pallas.heuristics import HOPPER_SMS, Dims, scan_v_block, schedule
+from jfla.pallas.heuristics import SUPPORTED_DIMS as SUPPORTED_DIMS
 from jfla.pallas.mgpu.overlap import run as run_kernel
 from jfla.pallas.sm90 import chunk as sm90
 from jfla.pallas.sm90.scan.spec import ScanConfig
