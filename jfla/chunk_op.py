@@ -6,7 +6,6 @@ own again in the backward.
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,12 +38,8 @@ class Plan:
 
     def schedule_for(self, inputs: Inputs, options: Options, whole: Dims) -> Schedule:
         """Of the whole call, or of the part of it that a device has."""
-        part = dims_of(inputs)
+        part = dims_of(inputs, options)
         return self.schedule if part == whole else schedule_of_part(options.op, part, self.schedule)
-
-
-def _output_dims(options: Options) -> Any:
-    return dims.OUTPUT if options.states_every is None else dims.STATES_OUTPUT
 
 
 def _forward(
@@ -56,14 +51,14 @@ def _forward(
     def kernels(inputs: Inputs) -> tuple[DeltaRuleOutput, Residuals]:
         stretch = stretch_of(inputs, options)
 
-        @split_by((dims.INPUTS,), (_output_dims(options), dims.RESIDUALS))
+        @split_by((dims.inputs_of(options),), (dims.output_of(options), dims.RESIDUALS))
         def split(inputs: Inputs) -> tuple[DeltaRuleOutput, Residuals]:
             schedule = plan.schedule_for(inputs, options, whole)
             return sm90.forward(
                 inputs, options, schedule, for_backward=for_backward, stretch=stretch
             )
 
-        whole = dims_of(inputs)
+        whole = dims_of(inputs, options)
         output, residuals = vary_with(split(inputs), *inputs[:5])
         if stretch is not None and output.final_state is not None:
             final = stretch.own(output.final_state[:, None])[:, 0]
@@ -92,12 +87,14 @@ def _backward(
     d_output: DeltaRuleOutput,
 ) -> Inputs:
     def kernels(inputs: Inputs, residuals: Residuals, d_output: DeltaRuleOutput) -> Inputs:
-        @split_by((dims.INPUTS, dims.RESIDUALS, _output_dims(options)), dims.INPUTS)
+        named = dims.inputs_of(options)
+
+        @split_by((named, dims.RESIDUALS, dims.output_of(options)), named)
         def split(inputs: Inputs, residuals: Residuals, d_output: DeltaRuleOutput) -> Inputs:
             schedule = plan.schedule_for(inputs, options, whole)
             return sm90.backward(inputs, options, schedule, residuals, *d_output)
 
-        whole = dims_of(inputs)
+        whole = dims_of(inputs, options)
         d = split(inputs, residuals, _own_final(residuals, d_output))
         # Outside, so that the partitioner sums the gradients of the gate's parameters over rows on other devices.
         return gate_cotangents(inputs, options, _own_initial(inputs, residuals, d))

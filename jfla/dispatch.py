@@ -157,7 +157,7 @@ def _chunk_pallas(inputs: Inputs, options: Options, choice: Choice) -> DeltaRule
 
     padded = pad_channels(inputs, options.op.scalar_gate)
     plan = chunk_op.Plan(
-        schedule(options.op, dims_of(padded), support.num_sms(inputs)),
+        schedule(options.op, dims_of(padded, options), support.num_sms(inputs)),
         interpret=interpreting(),
         by_platform=choice.by_platform,
     )

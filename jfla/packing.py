@@ -68,7 +68,7 @@ def starts(segment_ids: Int[Array, "B T"]) -> Bool[Array, "B T"]:
 
 
 class Aligned(NamedTuple):
-    """A grid in which every segment starts on a chunk boundary: the place of each token, the segment of each chunk."""
+    """A grid in which every segment starts on a chunk boundary: the place of each token, the chunks of each segment."""
 
     source: Int[
         Array, "B T_aligned"
@@ -79,27 +79,35 @@ class Aligned(NamedTuple):
     segment: Int[
         Array, "B N"
     ]  # 0-based segment of each chunk; unused chunks point at the last segment
+    first_chunk: Int[Array, "B S_plus_1"]  # of each segment, and behind the last one
+
+
+def num_aligned_chunks(time: int, num_segments: int, chunk: int = CHUNK) -> int:
+    """Chunks that suffice for segments of T tokens in all, however long each of them is."""
+    return -(-time // chunk) + num_segments
 
 
 def align(segment_ids: Int[Array, "B T"], num_segments: int, chunk: int = CHUNK) -> Aligned:
-    """Lays packed segments on chunk boundaries. The grid is static: ceil(T / chunk) + S chunks always suffice."""
+    """Lays packed segments on chunk boundaries, in a grid of `num_aligned_chunks` chunks."""
     time = segment_ids.shape[1]
-    n_chunks = -(-time // chunk) + num_segments
+    n_chunks = num_aligned_chunks(time, num_segments, chunk)
     segments = jnp.arange(1, num_segments + 1)
     lengths = jnp.sum(segment_ids[:, :, None] == segments[None, None], axis=1)  # [B, S]
     first_token = jnp.cumsum(lengths, axis=1) - lengths
-    chunks = -(-lengths // chunk)
-    last_chunk = jnp.cumsum(chunks, axis=1)
+    last_chunk = jnp.cumsum(-(-lengths // chunk), axis=1)
+    first_chunk = jnp.pad(last_chunk, ((0, 0), (1, 0)))
     # Aligned row minus packed position, per segment.
-    shift = (last_chunk - chunks) * chunk - first_token
+    shift = first_chunk[:, :-1] * chunk - first_token
     own_shift = jnp.take_along_axis(shift, jnp.maximum(segment_ids - 1, 0), axis=1)
     valid = (segment_ids > 0) & (segment_ids <= num_segments)
     target = jnp.where(valid, jnp.arange(time)[None] + own_shift, n_chunks * chunk)
-    source = jax.vmap(
-        lambda row: jnp.full(n_chunks * chunk, time).at[row].set(jnp.arange(time), mode="drop")
-    )(target)
+
     segment = jnp.sum(jnp.arange(n_chunks)[None, :, None] >= last_chunk[:, None], axis=-1)
-    return Aligned(source, target, jnp.minimum(segment, num_segments - 1))
+    segment = jnp.minimum(segment, num_segments - 1)
+    row_segment = jnp.repeat(segment, chunk, axis=1)
+    source = jnp.arange(n_chunks * chunk)[None] - jnp.take_along_axis(shift, row_segment, axis=1)
+    end = jnp.take_along_axis(first_token + lengths, row_segment, axis=1)
+    return Aligned(jnp.where(source < end, source, time), target, segment, first_chunk)
 
 
 def take_rows(

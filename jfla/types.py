@@ -98,7 +98,10 @@ class Options:
     beta_max: float | None
     qk_norm: bool
     return_final_state: bool
-    num_segments: int | None
+    num_segments: int | None  # S of a packed call, where the caller says it
+    per_segment_state: bool = (
+        False  # each packed segment has a state of its own going in or coming out
+    )
     return_states: bool = False  # the final state is that after every token
     sequence_axis: AxisName | None = None  # over whose devices time is split: see jfla.parallel
     states_every: int | None = (
@@ -107,9 +110,14 @@ class Options:
     state_dtype: str | None = None  # of the final state; None: that of the computation
 
     @property
-    def per_segment_state(self) -> bool:
-        """Whether each packed segment has a state of its own going in or coming out."""
-        return self.num_segments is not None
+    def num_states(self) -> int | None:
+        """S where each segment has a state, None where each row of the batch has one."""
+        return self.num_segments if self.per_segment_state else None
+
+    @property
+    def aligned_segments(self) -> bool:
+        """Whether kernels lay the segments of this call on chunk boundaries and scan each by itself."""
+        return self.num_segments is not None and self.sequence_axis is None
 
     @property
     def chunks_per_state(self) -> int | None:

@@ -52,7 +52,7 @@ def canonicalize(inputs: Inputs, options: Options) -> TokenInputs:
         else:
             g = jnp.where(starts(segment_ids)[:, :, None, None], -jnp.inf, g)
     if state is None:
-        num_states = options.num_segments or 1
+        num_states = options.num_states or 1
         state = jnp.zeros((batch, num_states, value_heads, key_dim, value_dim), dtype)
     elif not options.per_segment_state:
         state = state[:, None]

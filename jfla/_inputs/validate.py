@@ -120,7 +120,8 @@ def _validate(
         beta_max=None if beta_max is None else float(beta_max),
         qk_norm=bool(qk_norm),
         return_final_state=bool(return_final_state),
-        num_segments=int(num_segments) if num_segments is not None and states else None,
+        num_segments=None if num_segments is None else int(num_segments),
+        per_segment_state=num_segments is not None and states,
         sequence_axis=sequence_axis,
         state_dtype=_final_dtype(state_dtype, arrays),
     )

@@ -4,17 +4,18 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from jfla._inputs.canonicalize import without_padding
 from jfla.gates import Gate, l2norm, log_decay, write_strength
-from jfla.packing import starts
+from jfla.packing import Aligned, align, starts, take_rows
 from jfla.pallas.heuristics import Dims
 from jfla.pallas.mgpu.smem import BF16, F32
 from jfla.pallas.sm90.chunk_index import CHANNEL_BLOCK
 from jfla.pallas.sm90.gate import LOG2E, STRONGEST, gate_kind, gate_parameters, reset_rows
 from jfla.pallas.sm90.qk_tiles import QkgOperands, QkOptions
 from jfla.pallas.sm90.results import KernelGrads
+from jfla.pallas.sm90.scan.spec import segment_table
 from jfla.parallel.varying import vary_with
 from jfla.types import CHUNK, Inputs, Options, State
 
@@ -24,44 +25,69 @@ SMALLEST_BETA = 2.0**-26
 
 
 class KernelArrays(NamedTuple):
-    """T is a multiple of the chunk. The tail and padding are 0: they write nothing and decay nothing."""
+    """T is a multiple of the chunk. The tail and padding are 0: they write nothing and decay nothing.
+
+    With `grid` T is that of the aligned grid, and there are S states to begin from; else one.
+    """
 
     q: Float[Array, "B T H K"]
     k: Float[Array, "B T H K"]
     v: Float[Array, "B T HV V"]
     g: Float[Array, "B T HV G"]
     beta: Float[Array, "B T HV"]
-    initial: Float[Array, "B HV 1 V K"] | None
+    initial: Float[Array, "B HV S V K"] | None
     resets: Float[Array, "B T"] | None
+    grid: Aligned | None = None  # where every packed segment begins with a chunk
 
     @property
     def dims(self) -> Dims:
         batch, time, heads, value_dim = self.v.shape
         return Dims(batch, heads, time // CHUNK, value_dim, self.q.shape[-1])
 
+    @property
+    def segments(self) -> Int[Array, "B S 3"] | None:
+        """`segment_table` of segments that are scanned side by side."""
+        return None if self.grid is None else segment_table(self.grid.first_chunk)
+
 
 def kernel_arrays(inputs: Inputs, options: Options) -> KernelArrays:
     """Of validated inputs. float16 becomes bfloat16, which the kernels compute with."""
     g_dtype = inputs.g.dtype if inputs.g.dtype in (BF16, F32) else F32
     beta = nonzero_beta(write_strength(inputs.beta, options.beta_max).astype(F32))
-    resets = None
-    if inputs.segment_ids is not None:
-        rows = reset_rows(inputs.segment_ids, starts(inputs.segment_ids))
-        resets = jnp.pad(rows, ((0, 0), (0, -rows.shape[1] % CHUNK)), constant_values=1.0)
+    grid = None
+    if options.aligned_segments:
+        assert inputs.segment_ids is not None
+        assert options.num_segments is not None
+        grid = align(inputs.segment_ids, options.num_segments)
+    one_state = inputs.initial_state is None or inputs.initial_state.ndim == 4
+    to_state = to_kernel_state if one_state else to_kernel_states
     return KernelArrays(
-        q=_pad_and_mask(inputs.q, BF16, inputs),
-        k=_pad_and_mask(inputs.k, BF16, inputs),
-        v=_pad_and_mask(inputs.v, BF16, inputs),
-        g=_pad_and_mask(inputs.g, g_dtype, inputs),
-        beta=_pad_and_mask(beta, F32, inputs),
-        initial=to_kernel_state(inputs.initial_state),
-        resets=resets,
+        q=_whole_chunks(inputs.q, BF16, inputs, grid),
+        k=_whole_chunks(inputs.k, BF16, inputs, grid),
+        v=_whole_chunks(inputs.v, BF16, inputs, grid),
+        g=_whole_chunks(inputs.g, g_dtype, inputs, grid),
+        beta=_whole_chunks(beta, F32, inputs, grid),
+        initial=to_state(inputs.initial_state),
+        resets=_resets(inputs, grid),
+        grid=grid,
     )
 
 
-def _pad_and_mask(x: Array, dtype: Any, inputs: Inputs) -> Array:
-    """[B, T, ..] in `dtype`, 0 on padding and in the tail of the last chunk."""
+def _resets(inputs: Inputs, grid: Aligned | None) -> Float[Array, "B T"] | None:
+    """`reset_rows` of a packed call, in whole chunks. Where segments are aligned nothing is left to reset."""
+    if inputs.segment_ids is None:
+        return None
+    if grid is not None:
+        return (grid.source == inputs.segment_ids.shape[1]).astype(F32)
+    rows = reset_rows(inputs.segment_ids, starts(inputs.segment_ids))
+    return jnp.pad(rows, ((0, 0), (0, -rows.shape[1] % CHUNK)), constant_values=1.0)
+
+
+def _whole_chunks(x: Array, dtype: Any, inputs: Inputs, grid: Aligned | None) -> Array:
+    """[B, T, ..] in `dtype`, 0 on padding, whatever was there, and in the tail of the last chunk."""
     x = x.astype(dtype)
+    if grid is not None:
+        return take_rows(x, grid.source)
     if inputs.segment_ids is not None:
         x = jnp.where(_match(inputs.segment_ids > 0, x), x, jnp.zeros((), dtype))
     tail = -x.shape[1] % CHUNK
@@ -78,18 +104,28 @@ def to_kernel_state(state: State | None) -> Float[Array, "B HV 1 V K"] | None:
 
 
 def to_kernel_states(
-    states: Float[Array, "B groups HV K V"] | None,
-) -> Float[Array, "B HV groups V K"] | None:
-    """S^T float32 of several states along time."""
+    states: Float[Array, "B S HV K V"] | None,
+) -> Float[Array, "B HV S V K"] | None:
+    """S^T float32 of several states in a row: of its segments, or along time."""
     return None if states is None else jnp.moveaxis(states.astype(F32).mT, 1, 2)
 
 
 def kernel_cotangent(
     do: Float[Array, "B T HV V"],
     inputs: Inputs,
+    grid: Aligned | None,
 ) -> Float[Array, "B T_whole HV V"]:
     """The cotangent of the output like v: whole chunks, bf16, 0 on padding."""
-    return _pad_and_mask(do, BF16, inputs)
+    return _whole_chunks(do, BF16, inputs, grid)
+
+
+def to_tokens(
+    x: Float[Array, "B T_whole *rest"],
+    inputs: Inputs,
+    grid: Aligned | None,
+) -> Float[Array, "B T *rest"]:
+    """Of whole chunks the rows of the caller's tokens; 0 on padding where segments are aligned."""
+    return x[:, : inputs.v.shape[1]] if grid is None else take_rows(x, grid.target)
 
 
 def nonzero_beta(beta: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
@@ -108,10 +144,11 @@ def chunk_major(*x: Float[Array, "B T HV"]) -> Float[Array, "B HV N S C"]:
 
 def log2_decays(x: KernelArrays, inputs: Inputs) -> Float[Array, "B T HV"]:
     """Scalar gate: log2 decay of every token, with resets; 0 in the tail."""
-    time = inputs.q.shape[1]
     log2 = jnp.maximum(log_decay(x.g, inputs.gate)[..., 0].astype(F32) * LOG2E, STRONGEST)
-    log2 = jnp.where(jnp.arange(log2.shape[1])[None, :, None] < time, log2, 0.0)
-    if x.resets is not None:
+    if x.resets is None:
+        in_time = jnp.arange(log2.shape[1])[None, :, None] < inputs.q.shape[1]
+        log2 = jnp.where(in_time, log2, 0.0)
+    else:
         resets = x.resets[:, :, None]
         log2 = jnp.where(resets > 0, 0.0, jnp.maximum(log2 + resets, STRONGEST))
     return log2
@@ -123,15 +160,16 @@ def qkg_operands(x: KernelArrays, inputs: Inputs) -> QkgOperands:
     return QkgOperands(x.q, x.k, x.g, rates, bias, x.resets)
 
 
-def qk_options(inputs: Inputs, options: Options) -> QkOptions:
+def qk_options(x: KernelArrays, inputs: Inputs, options: Options) -> QkOptions:
     """The static part of what the kernels do to q, k and g."""
-    time = inputs.q.shape[1]
+    time = inputs.q.shape[1] if x.grid is None else x.q.shape[1]
     return QkOptions(options.scale, options.qk_norm, time, gate_kind(inputs.gate))
 
 
 def cotangents(
     inputs: Inputs,
     options: Options,
+    grid: Aligned | None,
     grads: KernelGrads,
     dv: Array,
     d_initial: Array | None,
@@ -140,19 +178,19 @@ def cotangents(
 
     Those of g and beta are of the log decay and of the strength of the write: `gate_cotangents` takes them further.
     """
-    time = inputs.q.shape[1]
     differentiable = (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta)
 
     def tokens(x: Array) -> Array:
-        return without_padding(vary_with(x[:, :time], *differentiable), inputs.segment_ids)
+        x = vary_with(to_tokens(x, inputs, grid), *differentiable)
+        return x if grid is not None else without_padding(x, inputs.segment_ids)
 
     def token_scalars(x: Array) -> Array:
         return tokens(x.reshape(*x.shape[:2], -1).swapaxes(1, 2))
 
     scalar_gate = options.op.scalar_gate
     if d_initial is not None and inputs.initial_state is not None:
-        d_state = d_initial[:, :, 0].mT.astype(inputs.initial_state.dtype)
-        d_initial = vary_with(d_state, *differentiable)
+        d_state = d_initial[:, :, 0] if grid is None else jnp.moveaxis(d_initial, 2, 1)
+        d_initial = vary_with(d_state.mT.astype(inputs.initial_state.dtype), *differentiable)
     beta = write_strength(without_padding(inputs.beta, inputs.segment_ids), options.beta_max)
     return Inputs(
         q=_to_query(tokens(grads.dq), inputs.q, inputs, options),

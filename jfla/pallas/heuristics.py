@@ -7,7 +7,8 @@ compiled with another one is another entry in jit's cache.
 import dataclasses
 from typing import NamedTuple
 
-from jfla.types import CHUNK, Inputs, Op
+from jfla.packing import num_aligned_chunks
+from jfla.types import Inputs, Op, Options
 
 SUPPORTED_DIMS = (64, 128, 256)
 DECODE_TOKENS = 8  # of one call: a CTA keeps all of them in shared memory
@@ -31,15 +32,16 @@ class Dims(NamedTuple):
     n_chunks: int
     value_dim: int
     key_dim: int
+    segments: int | None = None  # packed into every row and scanned side by side
 
     @property
     def sequences(self) -> int:
         """States, each of which is a chain of chunks."""
-        return self.batch * self.heads
+        return self.batch * self.heads * (self.segments or 1)
 
     @property
     def num_chunks(self) -> int:
-        return self.sequences * self.n_chunks
+        return self.batch * self.heads * self.n_chunks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,10 +59,12 @@ class Schedule:
     intra_wgs: int  # warpgroups of a CTA of the intra-chunk kernel that take chunks of their own
 
 
-def dims_of(inputs: Inputs) -> Dims:
-    """Of a call; time is rounded up to whole chunks."""
+def dims_of(inputs: Inputs, options: Options | None = None) -> Dims:
+    """Of a call; time is rounded up to whole chunks, of every segment where a chunked call aligns them."""
     batch, time, heads, value_dim = inputs.v.shape
-    return Dims(batch, heads, -(-time // CHUNK), value_dim, inputs.q.shape[-1])
+    segments = options.num_segments if options is not None and options.aligned_segments else None
+    n_chunks = num_aligned_chunks(time, segments or 0)
+    return Dims(batch, heads, n_chunks, value_dim, inputs.q.shape[-1], segments)
 
 
 def schedule(
@@ -119,7 +123,8 @@ _SCAN_US = {64: 1.25, 128: 1.7}
 def overlap_schedule(op: Op, dims: Dims, num_sms: int) -> tuple[int, int]:
     """(v_block of the scan, CTAs of the intra-chunk kernel beside it); 0 CTAs: it runs before the scan.
 
-    Overlap pays while the scan leaves many multiprocessors idle, unless time is split or all chunks fit in one wave.
+    Overlap pays while the scan leaves many multiprocessors idle, unless time is split, segments are scanned side by
+    side, or all chunks fit in one wave.
     With t_intra and t_scan for all chunks and the intra-chunk work in so many rounds,
 
         t = max(rounds * t_intra + t_scan / rounds, t_scan)
@@ -127,7 +132,7 @@ def overlap_schedule(op: Op, dims: Dims, num_sms: int) -> tuple[int, int]:
     because the scan ends a round after the last one.
     """
     v_block = scan_v_block(dims, num_sms)
-    if time_splits(dims, num_sms) > 1 or dims.num_chunks <= num_sms:
+    if time_splits(dims, num_sms) > 1 or dims.num_chunks <= num_sms or dims.segments is not None:
         return v_block, 0
     wgs = intra_wgs(op, dims.key_dim)
     alone_us, beside_us = _INTRA_US[op.scalar_gate]
@@ -149,7 +154,12 @@ def overlap_schedule(op: Op, dims: Dims, num_sms: int) -> tuple[int, int]:
 
 
 def time_splits(dims: Dims, num_sms: int) -> int:
-    """Spans of time that are scanned side by side: 1, unless most multiprocessors would be idle for long."""
+    """Spans of time that are scanned side by side: 1, unless most multiprocessors would be idle for long.
+
+    Segments are side by side as it is.
+    """
+    if dims.segments is not None:
+        return 1
     ctas = dims.sequences * (dims.value_dim // 64)
     splits = min(num_sms // (2 * ctas), dims.n_chunks // MIN_SPLIT_CHUNKS, MAX_TIME_SPLITS)
     return splits if splits >= MIN_TIME_SPLITS and dims.key_dim == dims.value_dim else 1
@@ -166,8 +176,10 @@ def num_spans(op: Op, dims: Dims, num_sms: int) -> int:
     """Spans of time that the backward of a scalar gate takes one after the other, with the states of one in memory.
 
     0: all at once, where the states are few, or spans would be short, each of which fills the GPU anew, or time is
-    split into spans that run side by side; or with K = 256, for which the scans have no register left.
+    split into spans that run side by side, or segments do; or with K = 256, for which the scans have no register left.
     """
+    if dims.segments is not None:
+        return 0
     states_bytes = dims.num_chunks * dims.key_dim * dims.value_dim * 2 * 2  # bf16, at both ends
     n_chunks = dims.n_chunks
     if not op.scalar_gate or states_bytes < MANY_STATES_BYTES:

@@ -1,14 +1,13 @@
 """What goes into an op and comes out, with the names of its dimensions in the place of every array.
 
-They are those of a call without a state per segment. An array has as many of the names as it has dimensions: a gate's
-parameter has HV, or HV and K.
+An array has as many of the names as it has dimensions: a gate's parameter has HV, or HV and K.
 """
 
 from collections.abc import Callable
 from typing import Any
 
 from jfla.stages import IntraChunk, Residuals
-from jfla.types import DeltaRuleOutput, Inputs
+from jfla.types import DeltaRuleOutput, Inputs, Options
 
 
 def _named(container: Callable[..., Any], **names: Any) -> Any:
@@ -41,7 +40,7 @@ POOL_INPUTS = _named(
     state_slots="rows",
 )
 OUTPUT = _named(DeltaRuleOutput, output="B T HV V", final_state="B HV K V")
-STATES_OUTPUT = OUTPUT._replace(final_state="B states HV K V")
+SEVERAL_STATES = "B S HV K V"  # of packed segments, or along time
 RESIDUALS = _named(
     Residuals,
     intra=_named(IntraChunk, a_qk="B HV N C C", a_inv="B HV N C C"),
@@ -49,3 +48,17 @@ RESIDUALS = _named(
     entered=None,  # inside shard_map, where nothing is split
     split_r=None,
 )
+
+
+def inputs_of(options: Options) -> Any:
+    """The names for the inputs of a chunked call."""
+    if options.per_segment_state:
+        return INPUTS._replace(initial_state=SEVERAL_STATES)
+    return INPUTS
+
+
+def output_of(options: Options) -> Any:
+    """The names for the output of a chunked call."""
+    if options.per_segment_state or options.states_every is not None:
+        return OUTPUT._replace(final_state=SEVERAL_STATES)
+    return OUTPUT

@@ -36,10 +36,9 @@ def split_by_type(run: Run) -> Run:
         axes = {"B": spec[0], "T": spec[1], "HV": spec[2], "H": spec[2]}
         if inputs.q.shape[2] % _size(mesh, spec[2]):
             axes |= {"H": None, "HV": None}  # more devices than query heads
-        states = options.per_segment_state
-        in_specs = _specs(dims.INPUTS, inputs, axes, states)
+        in_specs = _specs(dims.inputs_of(options), inputs, axes)
         output = P(axes["B"], axes["T"], axes["HV"])
-        final = P(axes["B"], *([None] * states), axes["HV"])
+        final = P(axes["B"], *([None] * options.per_segment_state), axes["HV"])
         explicit = {
             name
             for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
@@ -64,10 +63,8 @@ def split_by_type(run: Run) -> Run:
     return call
 
 
-def _specs(labels: Any, inputs: Inputs, axes: dict[str, Any], states: bool) -> Any:
+def _specs(labels: Any, inputs: Inputs, axes: dict[str, Any]) -> Any:
     """The layout of every array, by the names of its dimensions."""
-    if states:
-        labels = labels._replace(initial_state="B S HV K V")
     flat, structure = jax.tree.flatten(labels)
     parts = structure.flatten_up_to(inputs)
 

@@ -94,7 +94,7 @@ def stretch_of(inputs: Inputs, options: Options) -> Stretch | None:
         slot = jnp.zeros(batch, jnp.int32)
         owned = jnp.full((batch, 1), index == lax.axis_size(axis) - 1)
         return Stretch(slot, slot, jnp.full(batch, index > 0), owned, axis)
-    return _packed(inputs.segment_ids, options.num_segments, axis)
+    return _packed(inputs.segment_ids, options.num_states, axis)
 
 
 def _packed(segment_ids: Int[Array, "B T"], num_segments: int | None, axis: AxisName) -> Stretch:

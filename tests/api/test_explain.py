@@ -89,16 +89,6 @@ def test_a_padded_call_is_told():
         (jfla.chunk_gdn, {"dtype": "float32"}, {}, "q is float32; the kernels take bfloat16 and"),
         (jfla.chunk_kda, {"dim": 256}, {}, "K = 256 with a decay for each channel"),
         (
-            jfla.chunk_gdn,
-            {},
-            {
-                "segment_ids": jnp.ones((1, 4), jnp.int32),
-                "num_segments": 1,
-                "return_final_state": True,
-            },
-            "states per segment",
-        ),
-        (
             jfla.recurrent_kda,
             {},
             {"segment_ids": jnp.ones((1, 4), jnp.int32)},
@@ -171,7 +161,11 @@ def loss(function, x):
     return jnp.sum(function(*x).output.astype("float32") ** 2)
 
 
-@pytest.mark.parametrize("function", OPS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "function",
+    [pytest.param(f, marks=[pytest.mark.slow] * (f is jfla.chunk_kda)) for f in OPS],
+    ids=lambda f: f.__name__,
+)
 def test_what_is_compiled_for_another_gpu_still_runs_on_this_cpu(function):
     """Values and gradients are those of "xla", by platform, inside jit and out."""
     x = arrays(function)

@@ -208,22 +208,35 @@ def test_the_decode_kernel_compiles_as_written_down(op, dims, time, batch, how, 
 
 
 @pytest.mark.aot
+@pytest.mark.parametrize("which", ["along time", "of segments"])
 @pytest.mark.parametrize(
     ("op", "dims", "batch"), [("kda", (64, 64), 64), ("gdn", (256, 256), 1), ("gdn", (128, 128), 2)]
 )
-def test_scans_with_states_along_time_do_not_spill(op, dims, batch, capfd, monkeypatch):
-    """In bfloat16, forward and backward."""
+def test_scans_with_several_states_do_not_spill(op, dims, batch, which, capfd, monkeypatch):
+    """In bfloat16, forward and backward.
+
+    With K = 256 the state takes every register: the bounds of a segment's loop go to local memory, once a chunk.
+    """
+    allowed = {"jfla_output_scan": 0, "jfla_backward_scans": 0}
+    if dims == (256, 256) and which == "of segments":
+        allowed = {"jfla_output_scan": 8, "jfla_backward_scans": 40}
     monkeypatch.setitem(os.environ, "MOSAIC_GPU_DUMP_PTXAS", "1")
     arrays, static = describe(op, dims, raw=False, batch=batch, time=256)
-    arrays["initial_state"] = jax.ShapeDtypeStruct((batch, 2, *dims), jnp.bfloat16)
-    static["return_states_every"] = 128
+    states = (batch, 2) if which == "along time" else (batch, 3, 2)
+    arrays["initial_state"] = jax.ShapeDtypeStruct((*states, *dims), jnp.bfloat16)
+    segment_ids = None
+    if which == "along time":
+        static["return_states_every"] = 128
+    else:
+        static["return_final_state"] = True
+        segment_ids = jax.ShapeDtypeStruct(arrays["v"].shape[:2], jnp.int32)
     chunk = getattr(jfla, f"chunk_{op}")
 
-    def both(arrays: dict[str, Any]) -> dict[str, Any]:
-        out, adjoint = jax.vjp(lambda x: chunk(**x, **static), arrays)
+    def both(arrays: dict[str, Any], segment_ids: Any) -> dict[str, Any]:
+        out, adjoint = jax.vjp(lambda x: chunk(**x, **static, segment_ids=segment_ids), arrays)
         return adjoint(out)[0]
 
-    compile_for_h200(both, arrays)
+    compile_for_h200(both, arrays, segment_ids)
     now = facts("".join(capfd.readouterr()), {})
-    for kernel in ("jfla_output_scan", "jfla_backward_scans"):
-        assert now[kernel]["spilled bytes"] == 0
+    for kernel, most in allowed.items():
+        assert now[kernel]["spilled bytes"] <= most

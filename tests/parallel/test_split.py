@@ -41,7 +41,8 @@ def spec_of(name: str, x: jax.Array, rows: str | None, heads: str | None) -> P:
     """By rows and heads, whatever the array."""
     if name in ("a_log", "dt_bias"):
         return P(heads)
-    return P(rows, heads) if name.endswith("state") else P(rows, None, heads)
+    one_state = name.endswith("state") and x.ndim == 4
+    return P(rows, heads) if one_state else P(rows, None, heads)
 
 
 def evaluated(op: str, arrays: dict[str, Any], rest: dict[str, Any]) -> tuple[Any, list[str]]:
@@ -58,19 +59,25 @@ def assert_equal(got: dict[str, Any], want: dict[str, Any]) -> None:
     assert max(found.values()) < 1e-5, found
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize(
-    ("op", "gates", "segments", "rows", "heads"),
+    ("op", "gates", "segments", "rows", "heads", "kind"),
     [
-        ("gdn", "raw", 3, "x", None),
-        pytest.param("gdn", "raw", 0, None, "y", marks=pytest.mark.slow),
-        ("kda", "raw", 0, "x", "y"),
-        pytest.param("kda", "strong", 3, "x", "y", marks=pytest.mark.slow),
+        ("gdn", "raw", 3, "x", None, AxisType.Explicit),
+        pytest.param("gdn", "raw", 3, "x", None, AxisType.Auto, marks=pytest.mark.slow),
+        pytest.param("gdn", "raw", 0, None, "y", AxisType.Auto, marks=pytest.mark.slow),
+        pytest.param("gdn", "raw", 0, None, "y", AxisType.Explicit, marks=pytest.mark.slow),
+        ("kda", "raw", 0, "x", "y", AxisType.Auto),
+        pytest.param("kda", "raw", 0, "x", "y", AxisType.Explicit, marks=pytest.mark.slow),
+        pytest.param("kda", "strong", 3, "x", "y", AxisType.Auto, marks=pytest.mark.slow),
+        pytest.param("kda", "strong", 3, "x", "y", AxisType.Explicit, marks=pytest.mark.slow),
     ],
 )
 def test_each_device_has_its_rows_and_heads(standin, op, gates, segments, rows, heads, kind):
-    """Two value heads of a query head go together. Gradients of the gate's parameters are summed over rows."""
-    arrays, rest = case(op, gates=gates, segments=segments)
+    """Two value heads of a query head go together. Gradients of the gate's parameters are summed over rows.
+
+    Packed rows have a state for each segment.
+    """
+    arrays, rest = case(op, gates=gates, segments=segments, segment_states=segments > 0)
     want, _ = evaluated(op, arrays, rest)
     (whole,) = set(standin.parts)
     mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(kind, kind))
@@ -93,8 +100,8 @@ def test_each_device_has_its_rows_and_heads(standin, op, gates, segments, rows, 
 @pytest.mark.parametrize(
     ("spec", "shape"),
     [
-        (P(None, None, None, "x"), (2,)),  # K and V
-        (P(None, "x"), (2,)),  # time
+        pytest.param(P(None, None, None, "x"), (2,), marks=pytest.mark.slow),  # K and V
+        pytest.param(P(None, "x"), (2,), marks=pytest.mark.slow),  # time
         (P(None, None, ("x", "y")), (2, 2)),  # four value heads of two query heads
     ],
     ids=["K and V", "time", "value heads alone"],

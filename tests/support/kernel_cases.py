@@ -37,6 +37,7 @@ class Call:
     dtype: str = "bfloat16"
     betas: str = "usual"  # or "edge": 0, 1 and 2, or "signed": -1 .. 1
     repeated_keys: bool = False
+    segment_states: bool = False
 
     def __str__(self) -> str:
         return "-".join(str(value) for value in dataclasses.astuple(self))
@@ -90,8 +91,9 @@ def inputs(call: Call) -> tuple[dict[str, Any], dict[str, Any]]:
         ids = jnp.sort(jax.random.randint(next(keys), shape, 1, call.segments + 1), axis=1)
         padding = min(7, call.time - 1)
         rest["segment_ids"] = ids.at[:, -padding:].set(0) if call.time > 1 else ids
-    else:
-        state = (call.batch, call.value_heads, call.key_dim, call.value_dim)
+    if call.segment_states or not call.segments:
+        segments = (call.segments,) if call.segments else ()
+        state = (call.batch, *segments, call.value_heads, call.key_dim, call.value_dim)
         arrays["initial_state"] = jax.random.normal(next(keys), state)
         rest["return_final_state"] = True
     return arrays, rest
@@ -145,7 +147,7 @@ def scheduled(
 
     def call(*args: Any, **kwargs: Any) -> DeltaRuleOutput:
         inputs, options = validated(op, *args, **kwargs)
-        usual = schedule(options.op, dims_of(inputs), num_sms)
+        usual = schedule(options.op, dims_of(inputs, options), num_sms)
         plan = Plan(dataclasses.replace(usual, **overrides), interpret=interpret)
         return run(inputs, options, plan)
 

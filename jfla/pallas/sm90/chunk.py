@@ -20,6 +20,7 @@ from jfla.pallas.arrays import (
     qkg_operands,
     to_kernel_state,
     to_kernel_states,
+    to_tokens,
 )
 from jfla.pallas.heuristics import Schedule
 from jfla.pallas.mgpu.overlap import PendingResults, overlap, run
@@ -50,7 +51,7 @@ def intra_kernel(
     with_a: bool = True,
 ) -> PendingResults:
     """The intra-chunk kernel: IntraResults. Without `with_a` the caller has a_qk and a_inv already."""
-    static = qk_options(inputs, options)
+    static = qk_options(x, inputs, options)
     num_ctas = num_ctas or schedule.num_sms
     beta = (x.beta,) if with_a else ()
     if options.op.scalar_gate:
@@ -71,7 +72,7 @@ def grads_kernel(
     out_dtype: Any = None,
 ) -> KernelGrads:
     """The gradients of every chunk, which do not depend on each other."""
-    static = qk_options(inputs, options)
+    static = qk_options(x, inputs, options)
     out_dtype = query_dtype(inputs) if out_dtype is None else out_dtype
     if not options.op.scalar_gate:
         return grads_kda(qkg_operands(x, inputs), scans, static, out_dtype)
@@ -110,6 +111,7 @@ def forward(
         num_checkpoints = 0
     kept = {"final_dtype": final_dtype, "num_checkpoints": num_checkpoints}
     kept["group_chunks"] = group_chunks
+    kept["segments"] = x.segments
     if schedule.overlap_ctas and stretch is None:
         config = ScanConfig(schedule.overlap_v_block, smem_bytes=schedule.smem_bytes)
 
@@ -134,7 +136,7 @@ def forward(
                 )
         with jax.named_scope("jfla_output_scan"):
             scanned = run(output_scan_kernel(qk, pairs, x.v, initial, config, **kept))
-    output = scanned.stores[0][:, : inputs.v.shape[1]].astype(inputs.v.dtype)
+    output = to_tokens(scanned.stores[0], inputs, x.grid).astype(inputs.v.dtype)
     split_r = None if stretch is None else split_r
     residuals = Residuals(intra_results.intra, scanned.checkpoints, entered, split_r)
     return DeltaRuleOutput(output, scanned.last), residuals
@@ -152,9 +154,10 @@ def backward(
     x = kernel_arrays(inputs, options)
     with jax.named_scope("jfla_intra"):
         intra_results = run(intra_kernel(x, inputs, options, schedule, with_a=False))
-    do = kernel_cotangent(d_output, inputs)
+    do = kernel_cotangent(d_output, inputs, x.grid)
     group_chunks = options.chunks_per_state
-    d_last = to_kernel_state(d_final) if group_chunks is None else to_kernel_states(d_final)
+    one_state = group_chunks is None and x.grid is None
+    d_last = to_kernel_state(d_final) if one_state else to_kernel_states(d_final)
     if group_chunks is not None:
         schedule = _undivided(schedule)
     entered, split_r = residuals.entered, residuals.split_r
@@ -166,17 +169,17 @@ def backward(
                 qk = intra_results.qk
                 d_last = stretch_end(qk, residuals.intra, do, d_last, config, entered, split_r)
     if residuals.state_checkpoints is not None:
-        by_span = _BySpan(options, schedule, qk_options(inputs, options), query_dtype(inputs))
+        by_span = _BySpan(options, schedule, qk_options(x, inputs, options), query_dtype(inputs))
         grads, dv, d_initial = jax.custom_batching.sequential_vmap(by_span)(
             x, intra_results.qk, intra_results.token_scalars, residuals, do, d_last
         )
-        return cotangents(inputs, options, grads, dv, d_initial)
+        return cotangents(inputs, options, None, grads, dv, d_initial)
     scans, d_initial = both_scans(
         x, schedule, intra_results.qk, residuals.intra, do, d_last, entered, group_chunks
     )
     with jax.named_scope("jfla_chunk_grads"):
         grads = grads_kernel(x, inputs, options, schedule, intra_results, scans)
-    return cotangents(inputs, options, grads, scans.dv, d_initial)
+    return cotangents(inputs, options, x.grid, grads, scans.dv, d_initial)
 
 
 def both_scans(
@@ -197,6 +200,7 @@ def both_scans(
             ends = split_ends(qk, pairs, x.v, do, ends, config, schedule.time_splits, entered)
     with jax.named_scope("jfla_backward_scans"):
         kept = {"keep_dstate": x.initial is not None, "group_chunks": group_chunks}
+        kept["segments"] = x.segments
         return backward_scans_kernel(qk, pairs, x.v, do, ends, config, **kept)
 
 
@@ -233,7 +237,7 @@ class _BySpan:
         d_last: Array | None,
     ) -> tuple[KernelGrads, Array, Array | None]:
         """The gradients, dv, and dS^T before the first chunk."""
-        batch, heads, n_chunks, value_dim, key_dim = x.dims
+        batch, heads, n_chunks, value_dim, key_dim, _ = x.dims
         checkpoints: Any = residuals.state_checkpoints
 
         def fill(refs: Any) -> None:

@@ -82,7 +82,7 @@ def chunk_grads(
 
 
 def _plan(inputs: Inputs, options: Options, plan: Schedule | None) -> Schedule:
-    return schedule(options.op, dims_of(inputs)) if plan is None else plan
+    return schedule(options.op, dims_of(inputs, options)) if plan is None else plan
 
 
 def _over_v_blocks(dx: jax.Array, heads: int) -> jax.Array:

@@ -44,10 +44,20 @@ class GridIndex(NamedTuple):
     """
 
     v_block: Index
-    time_split: Index
     scan: Index
     head: Index
+    time_split: Index  # of one length, or packed segments
     batch: Index
+
+
+class StepRange(NamedTuple):
+    """The chunks of a CTA's scan, which are its steps: in reverse the first step is the last chunk.
+
+    Counted from 0 the steps would need the first chunk beside them, for which registers are too few.
+    """
+
+    first: Index
+    end: Index
 
 
 class ScanCta(NamedTuple):
@@ -62,23 +72,15 @@ class ScanCta(NamedTuple):
     checkpoints: Gmem
     last: Gmem
     chunk_offset: Index  # chunks before the first that is scanned
+    steps: StepRange
     smem: SharedStorage
     barriers: PipelineBarriers
 
     # Where things are.
 
-    @property
-    def chunk_range(self) -> tuple[Index, Index]:
-        """(first, number) of the chunks in this CTA's time split."""
-        n_chunks = self.spec.n_chunks
-        per_split = -(-n_chunks // self.spec.time_splits)
-        first = self.index.time_split * per_split
-        return first, jnp.minimum(per_split, n_chunks - first)
-
     def span_chunk(self, i: Index) -> ChunkIndex:
-        """The i-th chunk in the order of the scan, in arrays that hold the scanned span alone."""
-        first, count = self.chunk_range
-        chunk = first + (count - 1 - i if self.spec.reverse else i)
+        """The chunk of a step, in arrays that hold the scanned span alone."""
+        chunk = self.steps.first + self.steps.end - 1 - i if self.spec.reverse else i
         return ChunkIndex(self.index.batch, self.index.head, chunk)
 
     def global_chunk(self, i: Index) -> ChunkIndex:
@@ -91,16 +93,23 @@ class ScanCta(NamedTuple):
         return pl.ds(self.index.v_block * self.config.v_block + wg * TILE_V, TILE_V)
 
     def stage(self, i: Index) -> Index:
-        """The pipeline stage of the i-th chunk."""
+        """The pipeline stage of a step's chunk."""
         return lax.rem(i, jnp.int32(self.config.stages))
 
     def state_index(self, wg: Index) -> tuple[Index, ...]:
         """Where the first and the last state of a warpgroup lie in [B, HV, splits, V, K]."""
-        split = self.index.time_split
+        state = self.index.time_split
+        if self.gmem.segments is not None:
+            state = self.segment
         if self.gmem.span is not None:
             span = lax.div(self.chunk_offset, jnp.int32(self.spec.n_chunks))
-            split = lax.rem(span, jnp.int32(self.gmem.initial.shape[2]))
-        return self.index.batch, self.index.head, split, self.columns(wg)
+            state = lax.rem(span, jnp.int32(self.gmem.initial.shape[2]))
+        return self.index.batch, self.index.head, state, self.columns(wg)
+
+    @property
+    def segment(self) -> Index:
+        """Read where it is used, before the loop and behind it: with K = 256 no register is left to keep it."""
+        return self.gmem.segments[self.index.batch, self.index.time_split, 0]
 
     def tiles(self, stage: Index, wg: Index) -> ChunkTiles:
         """A chunk in shared memory, for one consumer warpgroup."""
@@ -145,7 +154,7 @@ class ScanCta(NamedTuple):
         if self.stores_groups:
             state, _ = self.scan_groups(step, (state, zero), wg)
         else:
-            state, _ = lax.fori_loop(0, self.chunk_range[1], step, (state, zero))
+            state, _ = lax.fori_loop(*self.steps, step, (state, zero))
         if self.last is not None and not self.stores_groups:
             self.store_last(state, wg)
         plgpu.wait_smem_to_gmem(0)
@@ -186,7 +195,7 @@ class ScanCta(NamedTuple):
         return lax.cond(ends, add, lambda state: state, state)
 
     def consume_chunk(self, i: Index, state: Reg, wg: Index) -> Reg:
-        """Waits for the i-th chunk, steps, gives its stage back and starts the copies of what was stored."""
+        """Waits for a step's chunk, steps, gives its stage back and starts the copies of what was stored."""
         stage = self.stage(i)
         plgpu.barrier_wait(self.barriers.full.at[stage])
         stored: list[int] = []
@@ -209,7 +218,7 @@ class ScanCta(NamedTuple):
         return state
 
     def store_view(self, which: int, i: Index, wg: Index) -> Gmem:
-        """Where the i-th chunk's part of a store goes."""
+        """Where the part of a store of a step's chunk goes."""
         out = self.stores[which]
         columns = self.columns(wg)
         if is_state(self.spec.stores[which]):
@@ -229,9 +238,13 @@ class ScanCta(NamedTuple):
             self.checkpoints.at[chunk.batch, chunk.head, span, self.columns(wg)][...] = state
 
     def store_last(self, state: Reg, wg: Index) -> None:
-        """Stores the last state: of every time split, or of the last one as the caller has states, [K, V]."""
+        """Stores the last state: of every time split, or of every segment or the last split as the caller has it."""
         if self.spec.last != "caller":
             self.last.at[self.state_index(wg)][...] = state
+            return
+
+        if self.gmem.segments is not None:
+            self.store_for_caller(self.last.at[self.index.batch, self.segment], state, wg)
             return
 
         @pl.when(self.index.time_split == self.spec.time_splits - 1)
@@ -250,15 +263,15 @@ class ScanCta(NamedTuple):
         """Keeps the pipeline full: a chunk is copied as soon as it is ready and its stage is empty."""
         few_registers = self.smem.state is not None
         plgpu.set_max_registers(80 if few_registers else 40, action="decrease")
-        count = self.chunk_range[1]
+        first, end = self.steps
         stages = self.config.stages
 
-        @pl.loop(0, jnp.minimum(count, stages))
+        @pl.loop(first, jnp.minimum(first + stages, end))
         def _prologue(i):
             self.ready_flags.wait(self.span_chunk(i))
-            self.copy_chunk(i, i)
+            self.copy_chunk(i, self.stage(i))
 
-        @pl.loop(0, count - stages)
+        @pl.loop(first, end - stages)
         def _steady(i):
             # The flag first: that wait is long, and the stage is empty by then.
             self.ready_flags.wait(self.span_chunk(i + stages))
@@ -266,12 +279,12 @@ class ScanCta(NamedTuple):
             self.copy_chunk(i + stages, self.stage(i))
 
         # Every arrival has to be observed, or the barrier is left in the wrong phase.
-        @pl.loop(jnp.maximum(count - stages, 0), count)
+        @pl.loop(jnp.maximum(end - stages, first), end)
         def _drain(i):
             plgpu.barrier_wait(self.barriers.empty.at[self.stage(i)])
 
     def copy_chunk(self, i: Index, stage: Index) -> None:
-        """Starts the copies of the i-th chunk into a pipeline stage."""
+        """Starts the copies of a step's chunk into a pipeline stage."""
         chunk = self.global_chunk(i)
         gmem = self.gmem.chunks
         smem = self.smem.chunks
@@ -307,7 +320,7 @@ def scan_kernel(specs: tuple[ScanSpec, ...], config: ScanConfig, name: str) -> P
     stages, smem_spec = shared_storage(specs, config)
     config = config._replace(stages=stages)
     num_consumer_wgs = config.num_consumer_wgs
-    grid = GridIndex(value_dim // config.v_block, time_splits, len(specs), heads, batch)
+    grid = GridIndex(value_dim // config.v_block, len(specs), heads, time_splits, batch)
 
     def body(inputs: Any, outputs: Any, smem: Any, barriers: Any, cta: Any, flags: Any) -> None:
         if key_dim > MAX_K_IN_REGISTERS and specs[0].stores_states:
@@ -317,7 +330,9 @@ def scan_kernel(specs: tuple[ScanSpec, ...], config: ScanConfig, name: str) -> P
 
         def run_scan(i: int) -> None:
             common = (specs[i], config, index, flags)
-            scan = ScanCta(*common, *_in_gmem(specs[i], inputs[i], outputs[i]), smem, barriers[i])
+            arrays = _in_gmem(specs[i], inputs[i], outputs[i])
+            steps = _steps(specs[i], inputs[i].segments, index)
+            scan = ScanCta(*common, *arrays, steps, smem, barriers[i])
 
             @pl.when(wg < num_consumer_wgs)
             def _consumer():
@@ -364,6 +379,18 @@ def _in_gmem(
     last = None if spec.last is None else gmem.initial
     all_chunks = spec.operands.chunks.values.shape[1] // CHUNK
     return gmem, stores, out.checkpoints, last, span.offset(all_chunks, spec.n_chunks)
+
+
+def _steps(spec: ScanSpec, segments: Gmem, index: GridIndex) -> StepRange:
+    """Of a CTA's packed segment, or of its time split."""
+    if segments is None:
+        per_split = -(-spec.n_chunks // spec.time_splits)
+        first = index.time_split * per_split
+        end = jnp.minimum(first + per_split, spec.n_chunks)
+    else:
+        first = segments[index.batch, index.time_split, 1]
+        end = segments[index.batch, index.time_split, 2]
+    return StepRange(first, end)
 
 
 def _grid_index(grid: GridIndex, cta: Index) -> GridIndex:

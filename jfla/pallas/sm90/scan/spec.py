@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Int
 
 from jfla.pallas.heuristics import HOPPER_SMEM_BYTES
 from jfla.pallas.mgpu.opaque import opaque_zero
@@ -77,6 +78,9 @@ class GmemOperands(NamedTuple):
         None  # then `initial` has every span's state, or is written with the last one
     )
     added: Gmem = None  # [B, HV, groups, V, K] float32: to the state where a group of chunks begins
+    segments: Gmem = (
+        None  # [B, splits, 3] int32, see `segment_table`; None: time splits are of one length
+    )
 
 
 def gmem_operands(
@@ -88,6 +92,7 @@ def gmem_operands(
     queries: bool = True,
     span: TimeSpan | None = None,
     added: Any = None,
+    segments: Any = None,
 ) -> GmemOperands:
     """Without `queries` the step uses neither q nor a_qk."""
     scalar_gate = isinstance(qk, FactoredQK)
@@ -103,7 +108,20 @@ def gmem_operands(
     if not queries:
         chunks = chunks._replace(q_from_start=None, a_qk=None)
     few_registers = qk.key_dim > MAX_K_IN_REGISTERS
-    return GmemOperands(chunks, initial, opaque_zero() if few_registers else None, span, added)
+    zero = opaque_zero() if few_registers else None
+    return GmemOperands(chunks, initial, zero, span, added, segments)
+
+
+def segment_table(first_chunk: Int[Array, "B S_plus_1"]) -> Int[Array, "B S 3"]:
+    """(segment, its first chunk, the chunk behind its last) in the order in which CTAs take packed segments.
+
+    The longest come first: a long one that starts last would run alone at the end.
+    """
+    first = first_chunk[:, :-1]
+    end = first_chunk[:, 1:]
+    order = jnp.argsort(first - end, axis=1, stable=True)
+    columns = (order, *(jnp.take_along_axis(x, order, axis=1) for x in (first, end)))
+    return jnp.stack(columns, axis=-1).astype(jnp.int32)
 
 
 class ScanOutputs(NamedTuple):
@@ -111,7 +129,7 @@ class ScanOutputs(NamedTuple):
 
     stores: tuple[Any, ...]  # of every chunk
     checkpoints: Any  # [B, HV, checkpoints, V, K] float32
-    last: Any  # [B, HV, splits, V, K] float32, or [B, HV, K, V] or [B, groups, HV, K, V] in the caller's dtype
+    last: Any  # [B, HV, splits, V, K] float32, or [B, HV, K, V] or [B, S, HV, K, V] in the caller's dtype
 
 
 class ScanSpec(NamedTuple):
@@ -126,7 +144,7 @@ class ScanSpec(NamedTuple):
     scalar_gate: bool
     stores: tuple[jax.ShapeDtypeStruct, ...] = ()
     reverse: bool = False
-    time_splits: int = 1  # spans of time that run side by side
+    time_splits: int = 1  # spans of time that run side by side, or packed segments
     last: Literal["every split", "caller", None] = "every split"
     num_checkpoints: int = 0  # of so many equal spans the state at the start is stored
     last_dtype: Any = F32  # of the last state as the caller has it
@@ -146,6 +164,13 @@ class ScanSpec(NamedTuple):
     def num_groups(self) -> int:
         """Groups of chunks, the last of which may be shorter."""
         return -(-self.n_chunks // (self.group_chunks or self.n_chunks))
+
+    @property
+    def caller_states(self) -> tuple[int, ...]:
+        """Of each row of the batch the last states that the caller gets, () for one."""
+        if self.operands.segments is not None:
+            return (self.time_splits,)
+        return () if self.group_chunks is None else (self.num_groups,)
 
     @property
     def value_heads(self) -> int:
@@ -177,8 +202,7 @@ class ScanSpec(NamedTuple):
         if self.last is not None and span is None:
             last = jax.ShapeDtypeStruct(self.split_states, F32)
             if self.last == "caller":
-                groups = () if self.group_chunks is None else (self.num_groups,)
-                shape = (batch, *groups, heads, key_dim, value_dim)
+                shape = (batch, *self.caller_states, heads, key_dim, value_dim)
                 last = jax.ShapeDtypeStruct(shape, self.last_dtype)
         return ScanOutputs(tuple(stores), checkpoints, last)
 

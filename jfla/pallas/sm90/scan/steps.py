@@ -155,18 +155,20 @@ def output_scan_kernel(
     final_dtype: Any,
     num_checkpoints: int = 0,
     group_chunks: int | None = None,
+    segments: Any = None,
 ) -> PendingResults:
     """ScanOutputs: stores (o [B, T, HV, V],), checkpoints, and the last state [B, HV, K, V] in `final_dtype`.
 
-    Without a `final_dtype` no last state is wanted; with `group_chunks` the last of every group of so many chunks is.
-    `initial` is S^T where every time split begins, [B, HV, splits, V, K], or None: one split, from zeros.
+    Without a `final_dtype` no last state is wanted; with `group_chunks` the last of every group of so many chunks is,
+    with `segments`, a `segment_table`, that of each. `initial` is S^T where every time split or segment begins,
+    [B, HV, splits, V, K], or None: zeros.
     """
     spec = ScanSpec(
         _output_step,
-        gmem_operands(qk, intra, v, initial),
+        gmem_operands(qk, intra, v, initial, segments=segments),
         qk.scalar_gate,
         stores=(jax.ShapeDtypeStruct(v.shape, BF16),),
-        time_splits=num_splits(initial),
+        time_splits=num_splits(initial, segments),
         last=None if final_dtype is None else "caller",
         num_checkpoints=num_checkpoints,
         last_dtype=final_dtype,
@@ -187,10 +189,12 @@ def backward_scans_kernel(
     keep_dstate: bool,
     span: TimeSpan | None = None,
     group_chunks: int | None = None,
+    segments: Any = None,
 ) -> tuple[ScanResults, Any]:
     """`ScanResults`, and dS^T where every time split begins if it is kept: the two scans in one launch.
 
-    `ends` is (S^T before time, dS^T after it), each None for zeros. With `group_chunks` the second is what is added
+    `ends` is (S^T before time, dS^T after it), each None for zeros, of every segment of a `segment_table`. With
+    `group_chunks` the second is what is added
     to dS^T after every group of so many chunks, [B, HV, groups, V, K]. On a span of time they are (the states before
     every span [B, HV, spans, V, K], a reference to dS^T after the span, which takes that before it), and `span.results`
     is a reference that takes dv; `ScanResults` then has None for it.
@@ -199,11 +203,11 @@ def backward_scans_kernel(
     n_chunks = v.shape[1] // CHUNK
     if span is not None:
         n_chunks //= initial.shape[2]
-    reverse = _backward_spec(qk, intra, do, d_final, n_chunks, keep_dstate, span)
+    reverse = _backward_spec(qk, intra, do, d_final, n_chunks, keep_dstate, span, segments)
     if group_chunks is not None:
         operands = gmem_operands(qk, intra, do, None, added=d_final)
         reverse = reverse._replace(operands=operands, time_splits=1, group_chunks=group_chunks)
-    forward = _states_spec(qk, intra, v, initial, n_chunks, span)
+    forward = _states_spec(qk, intra, v, initial, n_chunks, span, segments)
     backward, states = run(scan_kernel((reverse, forward), config, "jfla_backward_scans"))
     dstates, dv = backward.stores
     return ScanResults(states.stores[0], dstates, states.stores[1], do, dv), backward.last
@@ -216,13 +220,14 @@ def _states_spec(
     initial: Any,
     n_chunks: int,
     span: TimeSpan | None,
+    segments: Any,
 ) -> ScanSpec:
     """S^T at each chunk's start and v_new: what the backward reads of the forward."""
-    time_splits = num_splits(initial)
+    time_splits = num_splits(initial, segments)
     if span is not None:
         span = span._replace(results=None)
         time_splits = 1
-    operands = gmem_operands(qk, intra, v, initial, queries=False, span=span)
+    operands = gmem_operands(qk, intra, v, initial, queries=False, span=span, segments=segments)
     stores = _states_and_values(qk, v, n_chunks)
     return ScanSpec(
         forward_step, operands, qk.scalar_gate, stores, time_splits=time_splits, last=None
@@ -237,21 +242,24 @@ def _backward_spec(
     n_chunks: int,
     keep_dstate: bool,
     span: TimeSpan | None,
+    segments: Any,
 ) -> ScanSpec:
     """dS^T at each chunk's end and dv, and dS^T before the first chunk."""
     return ScanSpec(
         backward_step,
-        gmem_operands(qk, intra, do, d_final, span=span),
+        gmem_operands(qk, intra, do, d_final, span=span, segments=segments),
         qk.scalar_gate,
         stores=_states_and_values(qk, do, n_chunks),
         reverse=True,
-        time_splits=num_splits(d_final),
+        time_splits=num_splits(d_final, segments),
         last="every split" if keep_dstate else None,
     )
 
 
-def num_splits(initial: Any) -> int:
-    """Time splits of a scan that begins from these states."""
+def num_splits(initial: Any, segments: Any = None) -> int:
+    """Time splits of a scan that begins from these states, or its segments."""
+    if segments is not None:
+        return segments.shape[1]
     return 1 if initial is None else initial.shape[2]
 
 

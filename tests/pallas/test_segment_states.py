@@ -1,0 +1,126 @@
+"""The kernels on packed calls in which every segment has a state of its own, in interpret mode."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from support.kernel_cases import (
+    MAIN,
+    TOLERANCE,
+    Call,
+    by_kernels,
+    check,
+    error,
+    inputs,
+    scheduled,
+)
+
+import jfla
+from jfla.packing import align
+from jfla.pallas.sm90.scan.spec import segment_table
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        Call("kda", "raw", time=90, segments=3, group=1, segment_states=True),
+        Call("gdn", "mixed", time=70, segments=4, group=1, betas="edge", segment_states=True),
+        pytest.param(
+            Call("kda", "mixed", batch=2, time=150, segments=5, key_dim=128, segment_states=True),
+            marks=SLOW,
+        ),
+        pytest.param(
+            Call("gdn", "raw", batch=2, time=200, segments=3, value_dim=128, segment_states=True),
+            marks=SLOW,
+        ),
+        pytest.param(
+            Call("gdn", "raw", time=70, segments=2, key_dim=256, segment_states=True), marks=SLOW
+        ),
+    ],
+    ids=str,
+)
+def test_values_and_gradients(call):
+    check(call, scheduled(call.op))
+
+
+def packed(lengths: list[int], total: int) -> jax.Array:
+    return jfla.segment_ids_from_cu_seqlens(jnp.cumsum(jnp.array([0, *lengths])), total)
+
+
+@pytest.mark.parametrize("op", ["gdn", pytest.param("kda", marks=SLOW)])
+def test_a_segment_has_the_bits_of_a_call_on_it_alone(op):
+    """Wherever it is packed and whatever lies beside it: not a number in the padding, nothing, one token."""
+    lengths = [0, 1, 64, 0, 39]
+    total = sum(lengths) + 5
+    arrays, _ = inputs(Call(op, "mixed", time=total, group=1))
+    states = jax.random.normal(jax.random.key(7), (1, len(lengths), 1, 64, 64))
+    with_padding = {name: arrays[name].at[:, -5:].set(jnp.nan) for name in MAIN}
+    given = {"segment_ids": packed(lengths, total), "initial_state": states}
+    reference = getattr(jfla.reference, f"recurrent_{op}")
+    with jfla.pallas.interpret():
+        chunk = by_kernels(op)
+        out = chunk(*with_padding.values(), **given, return_final_state=True)
+        np.testing.assert_array_equal(out.output[:, -5:], 0)
+        first = 0
+        for segment, length in enumerate(lengths):
+            last = slice(first, first + length)
+            first += length
+            if not length:
+                np.testing.assert_array_equal(out.final_state[:, segment], states[:, segment])
+                continue
+            main = [arrays[name][:, last] for name in MAIN]
+            state = states[:, segment]
+            alone = chunk(*main, initial_state=state, return_final_state=True)
+            np.testing.assert_array_equal(
+                *(x.astype("float32") for x in (alone.output, out.output[:, last]))
+            )
+            np.testing.assert_array_equal(alone.final_state, out.final_state[:, segment])
+            want = reference(*main, initial_state=state, return_final_state=True)
+            assert error(alone.output, want.output) < TOLERANCE["output"]
+            assert error(alone.final_state, want.final_state) < TOLERANCE["final_state"]
+
+
+def test_segments_are_scanned_by_themselves_where_their_number_is_known(monkeypatch):
+    """Also without states; without `num_segments` the packed grid stays, with decays that empty the state."""
+    grids = []
+
+    def spy(segment_ids: jax.Array, num_segments: int) -> object:
+        grids.append(num_segments)
+        return align(segment_ids, num_segments)
+
+    monkeypatch.setattr("jfla.pallas.arrays.align", spy)
+    arrays, rest = inputs(Call("gdn", "weak", time=70, segments=2, group=1))
+    main = [arrays[name] for name in MAIN]
+    with jfla.pallas.interpret():
+        one_chain = by_kernels("gdn")(*main, **rest)
+        assert not grids
+        by_segment = by_kernels("gdn")(*main, **rest, num_segments=2)
+    assert grids == [2]
+    assert by_segment.final_state is None
+    assert error(by_segment.output, one_chain.output.astype("float32")) < TOLERANCE["output"]
+
+
+def test_the_longest_segments_start_first():
+    ids = packed([3, 130, 0, 65], 200)
+    table = segment_table(align(ids, 4).first_chunk)
+    np.testing.assert_array_equal(table, [[[1, 1, 4], [3, 4, 6], [0, 0, 1], [2, 4, 4]]])
+
+
+def test_a_state_for_each_segment_is_refused_over_devices():
+    arrays, rest = inputs(Call("gdn", time=64, segments=2, group=1))
+    call = {"num_segments": 2, "return_final_state": True, "sequence_axis": "x"}
+    choices = []
+
+    def explain(segment_ids: jax.Array, *main: jax.Array) -> None:
+        choices.append(jfla.explain(jfla.chunk_gdn, *main, segment_ids=segment_ids, **call))
+
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    on_stretch = jax.shard_map(explain, mesh=mesh, in_specs=P(None, "x"), out_specs=None)
+    with jfla.pallas.compiling_for("9.0"):
+        jax.eval_shape(on_stretch, rest["segment_ids"], *(arrays[name] for name in MAIN))
+    (choice,) = choices
+    assert choice.implementation == "xla"
+    assert choice.reasons["pallas"].startswith("states per segment with sequence_axis")
