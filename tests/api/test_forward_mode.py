@@ -160,7 +160,9 @@ def test_forward_mode_outside_of_jit():
     assert_close(jvp_of(op_of(call))(x, x), jax.jit(jvp_of(plain_of(call)))(x, x))
 
 
-@pytest.mark.parametrize("call", [CALLS[1], CALLS[3]], ids=str)
+@pytest.mark.parametrize(
+    "call", [pytest.param(CALLS[1], marks=pytest.mark.slow), CALLS[3]], ids=str
+)
 def test_vmap_of_jvp_and_jvp_of_vmap(call):
     x = jax.tree.map(lambda *rows: jnp.stack(rows), draw(call, 1), draw(call, 2))
     dx = tangents_of(x)
@@ -185,7 +187,9 @@ def test_vmap_over_tangents_alone_and_over_one_argument_inside_another_axis():
     assert_close(run(op_of(GATED))(v, tangents), run(plain_of(GATED))(v, tangents))
 
 
-@pytest.mark.parametrize("policy", [None, NAMED], ids=["nothing", "named"])
+@pytest.mark.parametrize(
+    "policy", [pytest.param(None, marks=pytest.mark.slow), NAMED], ids=["nothing", "named"]
+)
 def test_through_scan_and_checkpoint(policy):
     """Forward, reverse, and reverse of forward mode: layers one after the other, each made again in the backward."""
     x = draw(GATED)
@@ -309,7 +313,11 @@ def by_rows(call: Call, run: Callable, check_vma: bool, **specs: PartitionSpec) 
     )
 
 
-@pytest.mark.parametrize("check_vma", [True, False], ids=["check_vma", "no_vma"])
+@pytest.mark.parametrize(
+    "check_vma",
+    [True, pytest.param(False, marks=pytest.mark.slow)],
+    ids=["check_vma", "no_vma"],
+)
 @pytest.mark.parametrize("call", [GATED, pytest.param(CALLS[1], marks=pytest.mark.slow)], ids=str)
 def test_shard_map(call, check_vma):
     """Tangents inside and outside of it, and gradients through it."""

@@ -1,6 +1,7 @@
 """The chunked ops against the definition: float64 to rounding, and what float32, bfloat16 and float16 may lose."""
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,6 +34,13 @@ GDN = [
 ]
 CONFIGS = KDA + [dataclasses.replace(config, op="gdn") for config in GDN]
 
+
+def of_usual(configs: list[Config]) -> list[Any]:
+    """Every second one; the others are left to -m slow."""
+    marks = [[], [pytest.mark.slow]] * len(configs)
+    return [pytest.param(config, marks=mark) for config, mark in zip(configs, marks)]
+
+
 FORWARD = ("output", "final_state")
 HARD = Style(
     gates=("weak", "extreme", "none", "empty", "strong"),
@@ -56,7 +64,7 @@ def hypotheses(examples: int):
     )
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("config", of_usual(CONFIGS), ids=str)
 @hypotheses(12)
 def test_float64_is_the_definition(config, style):
     """Outputs, states and every gradient: against jfla's recurrence, and that and these against numpy's."""
@@ -101,7 +109,7 @@ PRECISION = [
 ]
 
 
-@pytest.mark.parametrize("config", PRECISION, ids=str)
+@pytest.mark.parametrize("config", of_usual(PRECISION), ids=str)
 @hypotheses(10)
 def test_what_a_precision_may_lose(config, style):
     """Against float64 on the same rounded inputs. Results and gradients come in the dtype of what they belong to."""

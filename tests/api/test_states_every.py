@@ -36,7 +36,12 @@ def chunked(op: str, main, rest, **options):
 
 
 @pytest.mark.parametrize(
-    ("op", "time", "every"), [("kda", *SIZES[0]), *(("gdn", *x) for x in SIZES)]
+    ("op", "time", "every"),
+    [
+        ("kda", *SIZES[0]),
+        *(("gdn", *x) for x in SIZES[:4]),
+        pytest.param("gdn", *SIZES[4], marks=pytest.mark.slow),
+    ],
 )
 def test_states_are_the_final_states_of_the_prefixes(op, time, every):
     main, rest = make(op, time, state=time != 100)

@@ -26,8 +26,8 @@ from jfla.pallas.sm90.decay_sums import FAST_RANGE
 CALLS = [
     pytest.param(Call("kda", "strong", key_dim=128), marks=pytest.mark.slow),
     Call("kda", "raw", time=64, key_dim=128),
-    Call("kda", "mixed", segments=4, betas="edge"),
-    Call("gdn", "strong", key_dim=128, dtype="float16"),
+    Call("kda", "mixed", time=70, segments=4, betas="edge", group=1),
+    Call("gdn", "strong", time=70, key_dim=128, dtype="float16", group=1),
     pytest.param(Call("gdn", "raw", segments=4, value_dim=128), marks=pytest.mark.slow),
     Call("gdn", "mixed", time=65, betas="edge", repeated_keys=True),
     Call("gdn", "raw", time=70, key_dim=256, value_dim=256),  # in blocks of K and of V
@@ -47,7 +47,9 @@ def test_values_and_gradients(call):
 @pytest.mark.parametrize(
     "call",
     [
-        Call("kda", "raw", time=64, group=1, key_dim=48, value_dim=40),
+        pytest.param(
+            Call("kda", "raw", time=64, group=1, key_dim=48, value_dim=40), marks=pytest.mark.slow
+        ),
         Call("gdn", "mixed", time=65, key_dim=24, value_dim=56, betas="edge"),
         pytest.param(
             Call("gdn", "raw", time=64, key_dim=96, value_dim=192), marks=pytest.mark.slow
@@ -78,7 +80,7 @@ def test_an_array_that_a_kernel_is_given_twice_goes_in_once():
         np.testing.assert_allclose(run(x, y), 5 * x + 2 * y, rtol=1e-6)
 
 
-@pytest.mark.parametrize("op", ["kda", "gdn"])
+@pytest.mark.parametrize("op", [pytest.param("kda", marks=pytest.mark.slow), "gdn"])
 def test_intra_beside_the_scan_gives_the_same_bits(op, monkeypatch):
     """Without races, which interpret mode sees between CTAs; and what waits for stores before it signals them."""
     signalled, waited = [], []
