@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 import jfla
 from benchmarks.inputs import MAIN, Arrays
@@ -66,6 +67,38 @@ def _pallas(case: Case) -> Program:
     return _op("pallas", case)
 
 
+def _pallas_states(case: Case) -> Program:
+    """Packed sequences with a state of their own going in and coming out, and gradients of both.
+
+    The states that go in are 0, so that the results are those of the other implementations.
+    """
+    shape = case.shape
+    if shape.packing is None:
+        raise Refused("the sequences are not packed")
+    _no_stages(case)
+    op = getattr(jfla, f"chunk_{case.op}")
+    states = (shape.batch, shape.segments, shape.value_heads, shape.dim, shape.dim)
+
+    def call(arrays: Arrays, initial: Any, *main: Any) -> jfla.DeltaRuleOutput:
+        rest = {"segment_ids": arrays["segment_ids"], "initial_state": initial}
+        return op(*main, **rest, return_final_state=True, implementation="pallas")
+
+    def forward(arrays: Arrays) -> Results:
+        main = [arrays[name] for name in MAIN]
+        out = call(arrays, jnp.zeros(states), *main)
+        return {"output": out.output, "final_state": out.final_state}
+
+    def both(arrays: Arrays) -> Results:
+        main = [arrays[name] for name in MAIN]
+        run = lambda *inputs: call(arrays, *inputs)
+        out, adjoint = jax.vjp(run, jnp.zeros(states), *main)
+        d = adjoint(out._replace(output=arrays["do"], final_state=jnp.zeros(states)))
+        names = ("dinitial_state", *(f"d{name}" for name in MAIN))
+        return {"output": out.output} | dict(zip(names, d))
+
+    return JaxProgram(both if case.timed == "forward+backward" else forward)
+
+
 def _scan(case: Case) -> Program:
     if case.timed == "decode":
         raise Refused('one token of the scan is "xla"')
@@ -101,6 +134,7 @@ def _peer(module: str) -> Callable[[Case], Program]:
 
 PROVIDERS: dict[str, Provider] = {
     "pallas": Provider(_pallas, ours=True, tunes=False),
+    "pallas_states": Provider(_pallas_states, ours=True, tunes=False),
     "xla": Provider(_xla, ours=True),
     "scan": Provider(_scan, ours=True),
     "fla": Provider(_peer("peer_fla"), ("torch", "triton", "fla")),

@@ -72,8 +72,8 @@ class Plan:
 
 def _default_implementations() -> tuple[str, ...]:
     hopper = str(getattr(jax.devices()[0], "compute_capability", None)) == "9.0"
-    slow = ("xla", "scan") if hopper else ()
-    return tuple(name for name in PROVIDERS if name not in slow and not unavailable(name))
+    asked_for = ("pallas_states", *(("xla", "scan") if hopper else ()))
+    return tuple(name for name in PROVIDERS if name not in asked_for and not unavailable(name))
 
 
 def share_memory() -> None:

@@ -1,10 +1,12 @@
 """Calls of our own implementations as the bench makes them: what is donated, and what is refused with which reason."""
 
 import functools
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from support.kernel_cases import error
 
 import jfla
 from benchmarks import inputs, measure, runner
@@ -100,3 +102,28 @@ def test_the_decoders_inputs_do_not_stay_in_a_gpus_cache():
         arrays = jax.eval_shape(lambda shape=shape: inputs._draw(Case("gdn", "decode", shape), 0))
         size = sum(x.size * x.dtype.itemsize for x in arrays.values())
         assert size * measure.input_sets(size, gpu=True) >= 3 * measure.CACHE_BYTES
+
+
+def test_packed_sequences_with_states_have_the_results_without(monkeypatch: pytest.MonkeyPatch):
+    """By kernels on a GPU; here the call takes whatever it can."""
+    case = Case("gdn", "forward+backward", Shape(1, 96, 1, 8, packing="random", segments=3))
+    arrays = inputs.draw(case, 0)
+    without = PROVIDERS["xla"].build(case).first(arrays)
+    chunk = jfla.chunk_gdn
+
+    def portable(*main: jax.Array, implementation: str, **rest: Any) -> jfla.DeltaRuleOutput:
+        assert implementation == "pallas"
+        return chunk(*main, **rest)
+
+    monkeypatch.setattr(jfla, "chunk_gdn", portable)
+    program = PROVIDERS["pallas_states"].build(case)
+    results = program.first(program.load(arrays))
+    assert results.keys() == {*without, "dinitial_state"}
+    for name, x in without.items():
+        assert error(results[name], x) < 1e-2, name
+    assert results["dinitial_state"].shape == (1, 3, 1, 8, 8)
+
+
+def test_states_of_sequences_that_are_not_packed_are_refused():
+    row = _row(Case("gdn", "forward", Shape(2, 64, 1, 64)), "pallas_states")
+    assert row.refused == "the sequences are not packed"
