@@ -1,7 +1,10 @@
 """Peer: the Hopper kernels for KDA and GDN of jax-linear-attention, in JAX.
 
 Asked for by name: its "auto" falls to plain JAX where its kernels refuse. Its conventions are ours
-(natural-log decay per token, scale K ** -0.5, `segment_ids`); GDN takes grouped value heads.
+(natural-log decay per token, scale K ** -0.5, `segment_ids`); GDN takes grouped value heads. It pins
+JAX 0.11.2, so it is run in an environment of its own:
+
+    uv run --isolated --with jax-linear-attention==0.1.0 jfla bench
 """
 
 import jax

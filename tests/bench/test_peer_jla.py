@@ -1,7 +1,6 @@
 """The peer jax-linear-attention by its own plain JAX: its conventions are ours, its refusals keep its words."""
 
 import jax
-import numpy as np
 import pytest
 
 from benchmarks import inputs, runner
@@ -47,7 +46,7 @@ def test_what_its_kernels_do_not_take_is_refused_in_its_words():
         return
     with pytest.raises(Refused, match="mosaic_gpu KDA: the kernels need an sm_90"):
         peer_jla.build(Case("kda", "forward", SHAPES[0]))
-    with pytest.raises(Refused, match="mosaic_gpu gated_delta_rule: .* need an sm_90"):
+    with pytest.raises(Refused, match=r"mosaic_gpu gated_delta_rule: .* need an sm_90"):
         peer_jla.build(Case("gdn", "forward", SHAPES[0]))
 
 
