@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jfla.types import CHUNK
+from benchmarks.internals import CHUNK
 
 Arrays = dict[str, np.ndarray]
 
