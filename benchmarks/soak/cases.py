@@ -13,6 +13,7 @@ Arrays = dict[str, np.ndarray]
 MAIN = ("q", "k", "v", "g", "beta")
 GATE = ("a_log", "dt_bias")  # arrays of heads alone: batch and time are summed in their gradients
 TRANSFORMS = ("jit", "grad", "checkpoint", "vmap")
+SPLIT = "shard_map"  # one more transform, where there are several devices
 DECAYS = ("none", "weak", "usual", "strong", "mixed", "bounded")
 BETAS = ("usual", "edge")
 LAYOUTS = ("uniform", "skewed", "any")
@@ -101,15 +102,16 @@ CPU_SIZES = Sizes(time=300, tokens=1200, dims=(8, 16, 64, 96))
 GPU_SIZES = Sizes(time=8192, tokens=2**16, dims=(32, 64, 96, 128, 192, 256))
 
 
-def draw_call(rng: np.random.Generator, sizes: Sizes) -> Call:
-    """Any call that the public ops take."""
+def draw_call(rng: np.random.Generator, sizes: Sizes, devices: int = 1) -> Call:
+    """Any call that the public ops take; with several devices, also split over all of them."""
 
     def one(*values: Any) -> Any:
         return values[rng.integers(len(values))]
 
     form = one("chunk", "chunk", "chunk", "recurrent")
-    transform = one(*TRANSFORMS)
-    batch = one(MAPPED, 2 * MAPPED) if transform == "vmap" else one(1, 1, 2, 3)
+    transform = one(*TRANSFORMS, *([SPLIT] if devices > 1 else []))
+    batches = {"vmap": (MAPPED, 2 * MAPPED), SPLIT: (devices, 2 * devices)}
+    batch = one(*batches.get(transform, (1, 1, 2, 3)))
     heads, group = one((1, 1), (1, 2), (2, 1), (2, 2), (3, 1), (4, 2))
     most = max(1, sizes.tokens // (batch * heads * group))
     time = _time(rng, min(sizes.time, most) if form == "chunk" else min(24, most))

@@ -6,6 +6,7 @@ gives the same bits twice, and no bit of a row depends on later tokens or on oth
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -85,6 +86,8 @@ def compiled(call: Call, implementation: str | None) -> Compiled:
             return forward(x)
         if call.transform == "checkpoint":
             return _differentiated(jax.checkpoint(forward), x, cotangents)
+        if call.transform == "shard_map":
+            return _differentiated(_over_devices(call, implementation, x, ids), x, cotangents)
         return _differentiated(forward, x, cotangents)
 
     return jax.jit(_mapped(run) if call.transform == "vmap" else run)
@@ -107,6 +110,19 @@ def _mapped(run: Compiled) -> Compiled:
         }
 
     return by_rows
+
+
+def _over_devices(
+    call: Call, implementation: str | None, x: Any, ids: Any
+) -> Callable[[Any], dict[str, Any]]:
+    """The values with the batch split over all devices; the gate's parameters are on each."""
+    kind = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((jax.device_count(),), ("batch",), axis_types=kind)
+    rows = jax.P("batch")
+    specs = {name: jax.P() if name in GATE else rows for name in x}
+    of_device = functools.partial(_values, call, implementation)
+    split = jax.shard_map(of_device, mesh=mesh, in_specs=(specs, rows), out_specs=rows)
+    return lambda x: split(x, ids)
 
 
 def taken(call: Call, implementation: str | None, arrays: tuple[Any, Any, Any]) -> str:

@@ -93,7 +93,7 @@ def _one_call(
     began: float,
     say: Callable[[str], Any],
 ) -> None:
-    call = draw_call(rng, sizes)
+    call = draw_call(rng, sizes, jax.device_count())
     drawn = [Case(call, draw_numbers(rng)) for _ in range(plan.each)]
     try:
         name = taken(call, plan.implementation, draw_arrays(drawn[0]))

@@ -49,6 +49,15 @@ def test_every_transform_with_all_that_a_call_can_have(transform: str):
         assert checked.problems(Numbers(seed=1, layout=layout)) == []
 
 
+@pytest.mark.parametrize("gate", [None, "softplus"])
+def test_a_batch_split_over_devices_is_right(gate: str | None):
+    call = dataclasses.replace(
+        PACKED, transform=cases.SPLIT, batch=jax.device_count(), gate=gate, dt_bias=True
+    )
+    assert jax.device_count() == 8
+    assert check.Checked(call, "xla").problems(NUMBERS) == []
+
+
 def _wrong_gdn(change: Callable[[jax.Array], jax.Array]) -> Callable[..., jfla.DeltaRuleOutput]:
     right = jfla.recurrent_gdn
 
@@ -63,7 +72,7 @@ def test_a_planted_error_is_caught_and_its_file_shows_it_again(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     plan = Plan(cases=1, implementation="xla", out=tmp_path / "failure.py")
-    monkeypatch.setattr(run, "draw_call", lambda rng, sizes: PACKED)
+    monkeypatch.setattr(run, "draw_call", lambda rng, sizes, devices: PACKED)
     with monkeypatch.context() as planted:
         planted.setattr(jfla, "recurrent_gdn", _wrong_gdn(lambda output: 1.1 * output))
         said: list[str] = []
@@ -154,6 +163,13 @@ def test_draws_are_of_every_kind_and_the_same_for_a_seed():
     }.items():
         assert {getattr(call, name) for call in calls} == values
     assert any(call.segments and call.final for call in calls)
+    rng = np.random.default_rng(0)
+    split = [
+        call
+        for call in (cases.draw_call(rng, TINY, devices=8) for _ in range(200))
+        if call.transform == cases.SPLIT
+    ]
+    assert {call.batch for call in split} == {8, 16}
     assert all(1 <= call.time <= TINY.time for call in calls)
 
 
