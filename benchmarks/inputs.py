@@ -59,6 +59,11 @@ def draw(case: Case, seed: int) -> Arrays:
     return jax.block_until_ready(arrays)
 
 
+def described(case: Case) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes and dtypes of what `draw` gives, but for the arrays of packing; nothing is drawn."""
+    return jax.eval_shape(functools.partial(_draw, case_of(case)), 0)
+
+
 @functools.partial(jax.jit, static_argnums=0)
 def _draw(case: Case, seed: int) -> Arrays:
     shape = case.shape

@@ -29,6 +29,7 @@ COLORS = {
     "cudnn": "#0f766e",
     "flash_qla": "#b45309",
     "tokamax": "#9333ea",
+    "jla": "#0891b2",
     "fla_kernels": "#be185d",
 }
 # Text stays text and the ground is white, so that the file is small and reads in a dark page, too.

@@ -142,6 +142,7 @@ PROVIDERS: dict[str, Provider] = {
     "flash_qla": Provider(_peer("peer_flash_qla"), ("torch", "tilelang", "flash_qla")),
     "cudnn": Provider(_peer("peer_cudnn"), ("torch", "cudnn")),
     "tokamax": Provider(_peer("peer_tokamax"), ("tokamax",)),
+    "jla": Provider(_peer("peer_jla"), ("jla",)),
 }
 DISTRIBUTIONS = {
     "jfla": "jfla",
@@ -154,6 +155,7 @@ DISTRIBUTIONS = {
     "tilelang": "tilelang",
     "cudnn": "nvidia-cudnn-frontend",
     "tokamax": "tokamax",
+    "jla": "jax-linear-attention",
     "jax_triton": "jax-triton",
 }
 

@@ -68,7 +68,11 @@ class Row:
 
 @dataclasses.dataclass
 class Results:
-    """Rows that were measured on one device, on one day, with one version of everything."""
+    """Rows that were measured on one device, on one day, with one version of everything.
+
+    `runs`: how many runs they come from, 0 where it was not noted. In one run every implementation
+    has every case within minutes, and ours between the peers.
+    """
 
     device: str
     platform: str
@@ -79,6 +83,7 @@ class Results:
     rows: list[Row]
     settings: dict[str, str] = dataclasses.field(default_factory=dict)
     checked: str = ""  # of what the errors are
+    runs: int = 0
     schema: int = SCHEMA
 
     def add(self, row: Row) -> None:
@@ -120,6 +125,7 @@ def started(ceilings: Ceilings, commit: str | None, path: pathlib.Path | None) -
         rows=[],
         settings=settings(),
         checked=CHECKED,
+        runs=1,
     )
     if path is None or not path.exists():
         return new
@@ -130,6 +136,7 @@ def started(ceilings: Ceilings, commit: str | None, path: pathlib.Path | None) -
         if before != now:
             raise ValueError(f"{path} holds rows of another {name}: {before}, now {now}")
     new.rows = old.rows
+    new.runs = _total_runs([old, new])
     return new
 
 
@@ -154,6 +161,7 @@ def merged(paths: list[pathlib.Path]) -> Results:
         copy_tb_per_s=max(record.ceilings.copy_tb_per_s for record in records),
         matmul_tflop_per_s=max(record.ceilings.matmul_tflop_per_s for record in records),
     )
+    first.runs = _total_runs(records)
     rows = first.rows + [row for record in records[1:] for row in record.rows]
     timed = {row.key for row in rows if row.ms is not None}
     first.rows = []
@@ -163,6 +171,11 @@ def merged(paths: list[pathlib.Path]) -> Results:
         _relate(row, first.ceilings)
         first.add(row)
     return first
+
+
+def _total_runs(records: list[Results]) -> int:
+    counts = [record.runs for record in records]
+    return sum(counts) if all(counts) else 0
 
 
 def _put_together(path: pathlib.Path, ours: dict[str, str], theirs: dict[str, str]) -> None:

@@ -37,7 +37,7 @@ def test_the_library_does_not_import_its_benchmarks_nor_hold_results():
 def test_the_benchmarks_meet_private_parts_of_the_library_in_one_file():
     inside = [
         path.name
-        for path in BENCHMARKS.glob("*.py")
+        for path in BENCHMARKS.rglob("*.py")
         if any(x.startswith("jfla.") for x in imported(path))
     ]
     assert inside == ["internals.py"]

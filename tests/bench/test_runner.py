@@ -83,6 +83,22 @@ def test_a_run_has_a_row_for_everything_and_keeps_it(tmp_path: pathlib.Path):
     assert sorted(row.key for row in again.rows) == sorted(row.key for row in record.rows)
 
 
+def test_ours_have_their_turn_between_the_peers(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+):
+    for name in ("first", "second", "third"):
+        monkeypatch.setitem(runner.PROVIDERS, name, Provider(_refuses))
+    monkeypatch.setattr(runner, "unavailable", lambda name: None)
+    peers_last = ("scan", "first", "second", "third")
+    path = tmp_path / "results.json"
+    plan = Plan(ops=("gdn",), passes=("forward",), implementations=peers_last, json=path, repeats=1)
+    rows = runner.run(plan, lambda *_: None).rows
+    assert [row.implementation for row in rows] == ["first", "second", "scan", "third"]
+    assert results.read(path).runs == 1
+    runner.run(plan, lambda *_: None)
+    assert results.read(path).runs == 2
+
+
 def test_no_case_is_begun_after_its_time():
     said: list[str] = []
     record = runner.run(
@@ -181,6 +197,7 @@ def test_merging_loses_no_row_and_relates_all_to_the_best_ceilings(tmp_path: pat
         "scan": None,
     }
     assert record.versions == {"jax": "9", "fla": "1"}
+    assert record.runs == 0  # these did not say
     assert record.ceilings == Ceilings(4.0, 100.0)
     for row in record.rows:
         if row.ms is not None:

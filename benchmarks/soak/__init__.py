@@ -1,0 +1,10 @@
+"""A soak run: random calls of the ops against the recurrence in float64, for minutes or hours.
+
+`python -m benchmarks.soak --minutes 60 --seed 0` prints how many cases a minute it runs and writes
+the first failure as a Python file that shows it again.
+"""
+
+from benchmarks.soak.cases import Call, Case, Numbers
+from benchmarks.soak.run import reproduce
+
+__all__ = ["Call", "Case", "Numbers", "reproduce"]
