@@ -231,7 +231,10 @@ def test_the_pages_of_the_repository_are_those_of_its_newest_results():
     [
         (["--op", "mamba"], "ops must be among kda, gdn, got 'mamba'"),
         (["--set", "huge"], "sets must be among quick, paper"),
-        (["--implementation", "triton"], "implementations must be among pallas, pallas_states, xla"),
+        (
+            ["--implementation", "triton"],
+            "implementations must be among pallas, pallas_states, xla",
+        ),
     ],
 )
 def test_the_command_names_wrong_options(arguments: list[str], said: str):
