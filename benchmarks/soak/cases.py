@@ -99,6 +99,7 @@ class Sizes:
 
 
 CPU_SIZES = Sizes(time=300, tokens=1200, dims=(8, 16, 64, 96))
+INTERPRETED_SIZES = Sizes(time=70, tokens=280, dims=(16, 64))
 GPU_SIZES = Sizes(time=8192, tokens=2**16, dims=(32, 64, 96, 128, 192, 256))
 
 

@@ -5,6 +5,7 @@ A call is compiled for every draw, which takes most of the time; its cases are c
 
 import argparse
 import collections
+import contextlib
 import dataclasses
 import gc
 import pathlib
@@ -15,10 +16,12 @@ from typing import Any
 import jax
 import numpy as np
 
+import jfla
 from benchmarks.results import current_commit
 from benchmarks.soak.cases import (
     CPU_SIZES,
     GPU_SIZES,
+    INTERPRETED_SIZES,
     Case,
     Sizes,
     draw_arrays,
@@ -41,6 +44,7 @@ class Plan:
     implementation: str | None = None  # None: the one that a user's call takes
     cases: int | None = None
     each: int = 4  # cases of every compiled call
+    interpret: bool = False  # kernels run on the CPU in interpret mode, a few small cases a minute
     out: pathlib.Path = pathlib.Path("soak_failure.py")
 
 
@@ -62,13 +66,15 @@ class Tally:
 def run(plan: Plan, say: Callable[[str], Any] = print) -> Tally:
     """Runs cases until the time is over, and says what it saw."""
     sizes = GPU_SIZES if jax.default_backend() == "gpu" else CPU_SIZES
+    sizes = INTERPRETED_SIZES if plan.interpret else sizes
     rng = np.random.default_rng(plan.seed)
     tally = Tally()
     began = time.monotonic()
     said = began
     say(f"seed {plan.seed}, {jax.devices()[0].device_kind}, commit {current_commit()}")
     while not _over(plan, tally, began):
-        _one_call(plan, sizes, rng, tally, began, say)
+        with _mode(plan.interpret):
+            _one_call(plan, sizes, rng, tally, began, say)
         if time.monotonic() - said >= SAY_EVERY:
             said = time.monotonic()
             say(f"{(said - began) / 60:6.1f} min  {tally.rate(said - began)}")
@@ -78,6 +84,10 @@ def run(plan: Plan, say: Callable[[str], Any] = print) -> Tally:
     for reason, number in tally.refused.most_common():
         say(f"{number:8}  calls not taken: {reason}")
     return tally
+
+
+def _mode(interpret: bool) -> contextlib.AbstractContextManager[None]:
+    return jfla.pallas.interpret() if interpret else contextlib.nullcontext()
 
 
 def _over(plan: Plan, tally: Tally, began: float) -> bool:
@@ -134,7 +144,7 @@ from benchmarks.soak import Call, Case, Numbers, reproduce
 CASE = {case}
 
 if __name__ == "__main__":
-    sys.exit(reproduce(CASE, implementation={implementation!r}))
+    sys.exit(reproduce(CASE, implementation={implementation!r}, interpret={interpret}))
 '''
 
 
@@ -149,13 +159,15 @@ def write_failure(plan: Plan, case: Case, wrong: list[str]) -> None:
         root=str(ROOT),
         case=case,
         implementation=plan.implementation,
+        interpret=plan.interpret,
     )
     plan.out.write_text(text)
 
 
-def reproduce(case: Case, implementation: str | None = None) -> int:
+def reproduce(case: Case, implementation: str | None = None, interpret: bool = False) -> int:
     """Runs one case and prints what is wrong with it: 1 if anything is, else 0."""
-    wrong = Checked(case.call, implementation).problems(case.numbers)
+    with _mode(interpret):
+        wrong = Checked(case.call, implementation).problems(case.numbers)
     print(case, *(wrong or ["nothing is wrong"]), sep="\n  ")
     return int(bool(wrong))
 
@@ -167,6 +179,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--minutes", type=float, default=Plan.minutes, help="begin no case after that time; 60")
     add("--seed", type=int, default=Plan.seed, help="0")
     add("--implementation", choices=("pallas", "xla"), help="by name; that which a user gets")
+    add("--interpret", action="store_true", help="kernels on the CPU, in interpret mode")
     add("--cases", type=int, help="stop after so many")
     add("--each", type=int, default=Plan.each, help="cases of every compiled call; 4")
     add("--out", type=pathlib.Path, default=Plan.out, help="of the first failure")

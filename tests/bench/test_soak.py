@@ -30,7 +30,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_handful_of_cases_passes(tmp_path: pathlib.Path):
     said: list[str] = []
-    plan = Plan(seed=241, cases=4, each=2, implementation="xla", out=tmp_path / "failure.py")
+    plan = Plan(seed=75, cases=4, each=2, implementation="xla", out=tmp_path / "failure.py")
     tally = run.run(plan, said.append)
     assert (tally.cases, tally.failures, sum(tally.by.values())) == (4, 0, 4)
     assert not plan.out.exists()
@@ -49,13 +49,30 @@ def test_every_transform_with_all_that_a_call_can_have(transform: str):
         assert checked.problems(Numbers(seed=1, layout=layout)) == []
 
 
-@pytest.mark.parametrize("gate", [None, "softplus"])
+@pytest.mark.parametrize("gate", [pytest.param(None, marks=pytest.mark.slow), "softplus"])
 def test_a_batch_split_over_devices_is_right(gate: str | None):
     call = dataclasses.replace(
         PACKED, transform=cases.SPLIT, batch=jax.device_count(), gate=gate, dt_bias=True
     )
     assert jax.device_count() == 8
     assert check.Checked(call, "xla").problems(NUMBERS) == []
+
+
+@pytest.mark.slow
+def test_kernels_are_soaked_in_interpret_mode(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+):
+    call = dataclasses.replace(PACKED, form="chunk", batch=1, heads=1, group=1, state=None)
+    call = dataclasses.replace(call, final=False, segments=0)
+    monkeypatch.setattr(run, "draw_call", lambda rng, sizes, devices: call)
+    plan = Plan(cases=1, interpret=True, out=tmp_path / "failure.py")
+    tally = run.run(plan, lambda text: None)
+    assert tally.by == {"chunk_gdn by pallas, jit": 1}
+    assert tally.failures == 0
+    run.write_failure(plan, Case(call, NUMBERS), ["invented"])
+    with pytest.raises(SystemExit) as right:
+        runpy.run_path(str(plan.out), run_name="__main__")
+    assert right.value.code == 0
 
 
 def _wrong_gdn(change: Callable[[jax.Array], jax.Array]) -> Callable[..., jfla.DeltaRuleOutput]:
