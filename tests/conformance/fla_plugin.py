@@ -76,6 +76,8 @@ class Recorder:
         elif report.skipped:
             case["outcome"] = "skipped"
             case["reason"] = _skip_reason(report)
+        if report.when == "teardown":  # a run that is killed leaves what it had
+            self._write()
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
@@ -83,6 +85,9 @@ class Recorder:
             self._cases[report.nodeid] = failed
 
     def pytest_sessionfinish(self) -> None:
+        self._write()
+
+    def _write(self) -> None:
         self._path.write_text(json.dumps(self._cases, indent=1))
 
 

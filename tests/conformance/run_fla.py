@@ -4,7 +4,8 @@
 
 CHECKOUT is a clone of github.com/fla-org/flash-linear-attention, which stays as it is. Prints a table of what passed,
 what took each call and what is not supported, and writes it with the record of every case to FOLDER. Exits with 1 if
-a case failed, or none ran. All other options go to pytest. Needs PyTorch and Triton, what the checkout needs, pytest.
+a case failed or none ran, and with pytest's status if it ended early. All other options go to pytest. Needs PyTorch,
+Triton, what the checkout needs, and pytest.
 """
 
 import argparse
@@ -89,13 +90,15 @@ def main() -> int:
             return done.returncode or 1
         found = fla_table.cases(json.loads(record.read_text()))
     head = described(arguments, rest)
+    if done.returncode not in (0, 1):  # 1 is a failed case, which the tables have
+        head["not all cases"] = f"pytest ended with status {done.returncode}"
     text = fla_table.markdown(head, found)
     arguments.out.mkdir(parents=True, exist_ok=True)
     (arguments.out / "table.md").write_text(text)
     everything = {"head": head, "cases": [dataclasses.asdict(case) for case in found]}
     (arguments.out / "cases.json").write_text(json.dumps(everything, indent=1) + "\n")
     print(text)
-    return fla_table.exit_status(found)
+    return fla_table.exit_status(found) or done.returncode
 
 
 if __name__ == "__main__":

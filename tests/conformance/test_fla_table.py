@@ -1,6 +1,8 @@
 """The tables of a run of FLA's tests: what counts as passed, what has a reason, and the exit status."""
 
+import json
 import os
+import pathlib
 import subprocess
 import sys
 
@@ -109,3 +111,26 @@ def test_the_environment_has_the_checkout_before_what_is_installed(tmp_path, mon
     assert paths[0] == str(tmp_path)
     assert paths[-1] == "/elsewhere"
     assert environment["FLA_DISABLE_BACKEND_DISPATCH"] == "1"
+
+
+@pytest.mark.parametrize(("status", "returned"), [(0, 0), (2, 2), (-15, -15)])
+def test_a_run_that_ended_early_is_no_success(status, returned, tmp_path, monkeypatch):
+    """Though all that it had come to passed, which the files have."""
+    checkout = tmp_path / "checkout"
+    (checkout / "tests/ops").mkdir(parents=True)
+    for name in run_fla.TESTS:
+        (checkout / name).touch()
+
+    def pytest_run(command: list[str], **_) -> subprocess.CompletedProcess:
+        record = pathlib.Path(command[command.index("--record") + 1])
+        record.write_text(json.dumps({CHUNK: entry("passed", KERNEL)}))
+        return subprocess.CompletedProcess(command, status)
+
+    monkeypatch.setattr(run_fla.subprocess, "run", pytest_run)
+    monkeypatch.setattr(run_fla, "described", lambda *_: {"device": "a CPU"})
+    out = tmp_path / "out"
+    monkeypatch.setattr(sys, "argv", ["run_fla.py", str(checkout), "--out", str(out)])
+    assert run_fla.main() == returned
+    assert "1 cases: 1 passed." in (out / "table.md").read_text()
+    assert ("not all cases" in (out / "table.md").read_text()) == (status != 0)
+    assert json.loads((out / "cases.json").read_text())["cases"][0]["outcome"] == "passed"
