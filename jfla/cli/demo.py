@@ -85,11 +85,15 @@ def run(
     console.print(f"{_NAMES[op]}, {steps} steps of text ({source}) and of recall")
     results = {"steps": steps, "byte_entropy": _entropy(corpus.train)}
     curves: dict[str, Curves] = {}
-    with mesh.layout(mesh_shape):
-        for task in _tasks(settings, corpus, steps):
+    for task in _tasks(settings, corpus, steps):
+        with mesh.layout(mesh_shape):
             made = create(settings, steps, implementation)
             training = Run(*made, steps, out / task.name)
-            curves[task.name] = _trained(training, task, settings, results, console)
+            model = _trained(training, task, settings, results, console)
+        curves[task.name] = training.curves
+        if task.name == "text":
+            results["sample"] = _sample(model, settings.seed)
+            results["parameters"] = _num_parameters(model)
     results["seconds"] = time.perf_counter() - started
     if processes.is_first():
         _plot(out, _NAMES[op], results, curves)
@@ -100,8 +104,8 @@ def run(
 
 def _trained(
     training: Run, task: Task, settings: Settings, results: dict[str, Any], console: Console
-) -> Curves:
-    """Does a run's steps, adds to `results` what came of them, and returns its curves."""
+) -> DeltaLM:
+    """Does a run's steps, adds to `results` what came of them, and returns the model, gathered."""
     try:
         tokens = settings.rows * settings.time
         train(training, task.train, task.name, tokens, SAVE_EVERY, console)
@@ -110,10 +114,7 @@ def _trained(
     test = evaluate(training.model, task.test, _EVALUATED)
     results[task.name] = {name: float(value) for name, value in test._asdict().items()}
     results["steps"] = max(results["steps"], training.step)
-    if task.name == "text":
-        results["sample"] = _sample(training.model, settings.seed)
-        results["parameters"] = _num_parameters(training.model)
-    return training.curves
+    return mesh.gathered(training.model)
 
 
 def _num_parameters(model: DeltaLM) -> int:

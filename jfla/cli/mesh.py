@@ -8,6 +8,7 @@ import jax
 from flax import nnx
 
 from jfla.cli.refused import Refused
+from jfla.nn import DeltaLM
 from jfla.nn.sharding import BATCH, EMBED, HEADS, MLP, TIME, VOCAB
 
 AXES = ("data", "sequence", "model")  # outermost first: rows go over processes before time does
@@ -87,3 +88,14 @@ def layout(shape: MeshShape | None) -> Iterator[None]:
     )
     with jax.set_mesh(mesh), nnx.logical_axis_rules(rules):
         yield
+
+
+def gathered(model: DeltaLM) -> DeltaLM:
+    """The model whole on one device of this process, for use outside of the layout."""
+    mesh = jax.sharding.get_mesh()
+    if mesh.empty:
+        return model
+    graph, state = nnx.split(model)
+    everywhere = jax.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    copies = jax.jit(lambda x: x, out_shardings=everywhere)(state)
+    return nnx.merge(graph, jax.tree.map(lambda x: x.addressable_data(0), copies))

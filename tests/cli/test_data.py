@@ -66,6 +66,6 @@ def test_a_batch_depends_on_seed_and_step_alone():
         data.batches(row, 2, steps, seed) for steps, seed in ((5, 1), (9, 1), (9, 2))
     )
     for step in (4, 0, 2):
-        np.testing.assert_array_equal(short[step].tokens, long[step].tokens)
-        assert (short[step].tokens != other[step].tokens).any()
-    assert (long[3].tokens != long[4].tokens).any()
+        np.testing.assert_array_equal(short.batch(step).tokens, long.batch(step).tokens)
+        assert (short.batch(step).tokens != other.batch(step).tokens).any()
+    assert (long.batch(3).tokens != long.batch(4).tokens).any()
