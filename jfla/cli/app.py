@@ -74,17 +74,41 @@ def demo(
         typer.Option(help="Implementation of the op; chosen by itself when left out."),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of parameters, data and sampling.")] = 0,
+    mesh: Annotated[
+        str | None,
+        typer.Option(
+            help="Split rows, time and heads over all devices: data=2,sequence=2,model=1."
+        ),
+    ] = None,
+    coordinator: Annotated[
+        str | None,
+        typer.Option(
+            help="Several processes: HOST:PORT of the first, or auto for what the cluster says."
+        ),
+    ] = None,
+    num_processes: Annotated[
+        int | None, typer.Option(min=1, help="With HOST:PORT: how many there are.")
+    ] = None,
+    process_id: Annotated[
+        int | None, typer.Option(min=0, help="With HOST:PORT: which this one is, from 0.")
+    ] = None,
 ) -> None:
     """Train two small models here: one on Python's own source, one on associative recall.
 
     Both are saved as they go. The same command goes on where an interrupted one stopped; a larger
-    --steps goes on from a finished one.
+    --steps goes on from a finished one. Of several processes, each is started with the same options
+    but its --process-id, and the first one writes and prints.
     """
+    from jfla.cli import processes
     from jfla.cli.demo import run
+    from jfla.cli.mesh import parse
 
     wanted = implementation.value if implementation else None
     with _said(stopped=_GOES_ON):
-        run(op.value, steps, out, wanted, seed, Console())
+        shape = parse(mesh) if mesh is not None else None
+        processes.start(coordinator, num_processes, process_id)
+        console = Console(quiet=not processes.is_first())
+        run(op.value, steps, out, wanted, seed, console, mesh_shape=shape)
 
 
 @app.command()
@@ -291,7 +315,7 @@ def bench_merge(
 @contextlib.contextmanager
 def _said(*errors: type[Exception], stopped: str = "") -> Iterator[None]:
     """Says `errors` in a line, with the option where one is to blame, and what an interrupt left."""
-    from jfla.cli.run_folder import Refused
+    from jfla.cli.refused import Refused
 
     try:
         yield

@@ -7,14 +7,18 @@ Reference: Arora et al., Zoology: Measuring and Improving Recall in Efficient La
 (arXiv:2312.04927).
 """
 
+import dataclasses
 import pathlib
 import sysconfig
 from collections.abc import Callable
 from typing import NamedTuple
 
 import grain
+import jax
 import numpy as np
 from jaxtyping import Bool, Int32, UInt8
+
+from jfla.nn.sharding import BATCH, placement
 
 VOCAB = 256
 PAIRS = 8
@@ -48,9 +52,47 @@ class Batch(NamedTuple):
     `segment_ids` are those of packed documents, at the first T tokens; None where a row is one.
     """
 
-    tokens: Int32[np.ndarray, "B T_plus_1"]
-    scored: Bool[np.ndarray, "B T"]
-    segment_ids: Int32[np.ndarray, "B T"] | None = None
+    tokens: Int32[np.ndarray | jax.Array, "B T_plus_1"]
+    scored: Bool[np.ndarray | jax.Array, "B T"]
+    segment_ids: Int32[np.ndarray | jax.Array, "B T"] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Batches:
+    """The rows of a data set, `size` of them a step. Those of a step depend on it alone.
+
+    **Fields:** `rows`, each a batch without its first axis.
+    """
+
+    rows: grain.MapDataset[Batch]
+    size: int
+
+    def batch(self, step: int) -> Batch:
+        """The batch of a step: arrays of NumPy or, under a mesh, of JAX, split over the devices.
+
+        A process reads the rows that its own devices hold, and no others.
+        """
+        first = self.size * step
+        rows = [self.rows[first + row] for row in self._rows_here()]
+        return jax.tree.map(lambda *x: _placed(np.stack(x), self.size), *rows)
+
+    def _rows_here(self) -> list[int]:
+        """The rows of a batch that this process's devices hold, in order."""
+        sharding = placement((BATCH,), (self.size,))
+        if sharding is None:
+            return list(range(self.size))
+        here = set()
+        for index in sharding.addressable_devices_indices_map((self.size,)).values():
+            assert index is not None  # there is one for every device of this process
+            here.update(range(self.size)[index[0]])
+        return sorted(here)
+
+
+def _placed(x: np.ndarray, size: int) -> np.ndarray | jax.Array:
+    """An array of `size` rows on the devices of the mesh, from those of this process."""
+    shape = (size, *x.shape[1:])
+    sharding = placement((BATCH, None), shape)
+    return x if sharding is None else jax.make_array_from_process_local_data(sharding, x, shape)
 
 
 def load_corpus(folder: pathlib.Path | None = None) -> Corpus:
@@ -85,14 +127,17 @@ def _ascii(texts: list[bytes]) -> UInt8[np.ndarray, " n"]:
 
 
 def batches(
-    rows: Callable[[np.random.Generator], Batch], steps: int, seed: int
-) -> grain.MapDataset[Batch]:
-    """One batch per step. Batch i depends on `seed` and i alone, so that a run resumes anywhere."""
+    row: Callable[[np.random.Generator], Batch], size: int, steps: int, seed: int
+) -> Batches:
+    """Batches of `size` rows, each drawn by `row` as a batch of one.
 
-    def batch(_: int, rng: np.random.Generator) -> Batch:
-        return rows(rng)
+    Row i depends on `seed` and i alone, so that a run resumes anywhere, on any number of processes.
+    """
 
-    return grain.MapDataset.range(steps).seed(seed).random_map(batch)
+    def drawn(_: int, rng: np.random.Generator) -> Batch:
+        return jax.tree.map(lambda x: x[0], row(rng))
+
+    return Batches(grain.MapDataset.range(size * steps).seed(seed).random_map(drawn), size)
 
 
 def text_rows(

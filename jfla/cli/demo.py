@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
-import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,15 +16,16 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from jfla.cli import data, info, plot
+from jfla.cli import data, info, mesh, plot, processes
 from jfla.cli.progress import train
-from jfla.cli.run_folder import RESULTS, Refused, claim, finished, write_json
+from jfla.cli.refused import Refused
+from jfla.cli.run_folder import RESULTS, claim, finished, write_json
 from jfla.cli.train import Curves, Run, Settings, create, evaluate
 from jfla.nn import DeltaLM
 from jfla.nn.models.config import GDNSpec
 from jfla.types import Implementation
 
-Rows = Callable[[np.random.Generator], data.Batch]
+Row = Callable[[np.random.Generator], data.Batch]
 
 SAVE_EVERY = 25
 _EVALUATED = 16  # batches
@@ -38,8 +38,8 @@ class Task(NamedTuple):
     """What one model learns, and the batches that it is judged by afterwards."""
 
     name: str
-    train: grain.MapDataset[data.Batch]
-    test: grain.MapDataset[data.Batch]
+    train: data.Batches
+    test: data.Batches
 
 
 def run(
@@ -50,13 +50,25 @@ def run(
     seed: int,
     console: Console,
     settings: Settings | None = None,
+    mesh_shape: mesh.MeshShape | None = None,
 ) -> dict[str, Any]:
     """Trains until both models have done `steps` steps; returns and shows the results.
 
-    A run that was interrupted, or that is to get more steps, goes on from its checkpoints.
+    A run that was interrupted, or that is to get more steps, goes on from its checkpoints: also on
+    another mesh, and in another number of processes. Without a `mesh_shape` one process takes one
+    device, several divide the rows of a step among all of theirs.
+
+    **Raises:** `Refused` for a folder of another run, a mesh that does not divide the work, and an
+    implementation that cannot be had; `ValueError` for processes that were started differently.
     """
     settings = settings or Settings(op=op, seed=seed)
+    if mesh_shape is None and jax.process_count() > 1:
+        mesh_shape = {"data": jax.device_count(), "sequence": 1, "model": 1}
+    if mesh_shape is not None:
+        sizes = {"rows": settings.rows, "time": settings.time, "num_heads": settings.num_heads}
+        mesh.check(mesh_shape, **sizes)
     _check_implementation(settings, implementation)
+    processes.agree("options", repr((settings, steps, implementation, mesh_shape)))
     claim(out, settings)
     results = finished(out, steps)
     if results is not None:
@@ -68,30 +80,41 @@ def run(
         return results
     started = time.perf_counter()
     corpus = _corpus(console)
+    processes.agree("source of Python", corpus.train.tobytes() + corpus.held_out.tobytes())
     source = f"{corpus.files} files of Python's own source"
     console.print(f"{_NAMES[op]}, {steps} steps of text ({source}) and of recall")
     results = {"steps": steps, "byte_entropy": _entropy(corpus.train)}
     curves: dict[str, Curves] = {}
     for task in _tasks(settings, corpus, steps):
-        made = create(settings, steps, implementation)
-        training = Run(*made, steps, out / task.name)
-        try:
-            tokens = settings.rows * settings.time
-            train(training, task.train, task.name, tokens, SAVE_EVERY, console)
-        finally:
-            training.close()
-        test = evaluate(training.model, task.test)
-        results[task.name] = {name: float(value) for name, value in test._asdict().items()}
-        results["steps"] = max(results["steps"], training.step)
+        with mesh.layout(mesh_shape):
+            made = create(settings, steps, implementation)
+            training = Run(*made, steps, out / task.name)
+            model = _trained(training, task, settings, results, console)
         curves[task.name] = training.curves
         if task.name == "text":
-            results["sample"] = _sample(training.model, settings.seed)
-            results["parameters"] = _num_parameters(training.model)
+            results["sample"] = _sample(model, settings.seed)
+            results["parameters"] = _num_parameters(model)
     results["seconds"] = time.perf_counter() - started
-    _plot(out, _NAMES[op], results, curves)
-    write_json(out / RESULTS, results)
+    if processes.is_first():
+        _plot(out, _NAMES[op], results, curves)
+        write_json(out / RESULTS, results)
     _show(console, results, out)
     return results
+
+
+def _trained(
+    training: Run, task: Task, settings: Settings, results: dict[str, Any], console: Console
+) -> DeltaLM:
+    """Does a run's steps, adds to `results` what came of them, and returns the model, gathered."""
+    try:
+        tokens = settings.rows * settings.time
+        train(training, task.train, task.name, tokens, SAVE_EVERY, console)
+    finally:
+        training.close()
+    test = evaluate(training.model, task.test, _EVALUATED)
+    results[task.name] = {name: float(value) for name, value in test._asdict().items()}
+    results["steps"] = max(results["steps"], training.step)
+    return mesh.gathered(training.model)
 
 
 def _num_parameters(model: DeltaLM) -> int:
@@ -133,17 +156,17 @@ def _check_implementation(settings: Settings, implementation: Implementation | N
 
 def _tasks(settings: Settings, corpus: data.Corpus, steps: int) -> list[Task]:
     """Text and recall; what they are judged by comes from held-out files and from another seed."""
-    sizes = {"rows": settings.rows, "time": settings.time}
+    sizes = {"rows": 1, "time": settings.time}
     recall = functools.partial(data.recall_rows, **sizes)
     text = functools.partial(data.text_rows, text=corpus.train, **sizes)
     held_out = functools.partial(data.text_rows, text=corpus.held_out, **sizes)
     train_seed, test_seed = map(int, np.random.SeedSequence(settings.seed).generate_state(2))
 
-    def task(name: str, train: Rows, test: Rows) -> Task:
+    def task(name: str, train: Row, test: Row) -> Task:
         return Task(
             name,
-            train=data.batches(train, steps, train_seed),
-            test=data.batches(test, _EVALUATED, test_seed),
+            train=data.batches(train, settings.rows, steps, train_seed),
+            test=data.batches(test, settings.rows, _EVALUATED, test_seed),
         )
 
     return [task("text", text, held_out), task("recall", recall, recall)]

@@ -9,7 +9,7 @@ import grain
 import numpy as np
 from jaxtyping import Bool, Int32
 
-from jfla.cli.data import Batch
+from jfla.cli.data import Batch, Batches
 from jfla.cli.tokenizer import Tokenizer
 
 _FORMS = '{"text": ...}, {"tokens": [...]} or {"prompt": ..., "completion": ...}'
@@ -115,6 +115,6 @@ def _row(row: dict[str, np.ndarray]) -> Batch:
     return Batch(row["tokens"], scored, segments[:-1].astype(np.int32))
 
 
-def batches(rows: list[Batch], size: int, seed: int) -> grain.MapDataset[Batch]:
+def batches(rows: list[Batch], size: int, seed: int) -> Batches:
     """`size` rows a step, in a new order at every pass. Batch i depends on `seed` and i alone."""
-    return grain.MapDataset.source(rows).shuffle(seed).repeat().batch(size)
+    return Batches(grain.MapDataset.source(rows).shuffle(seed).repeat(), size)

@@ -1,13 +1,11 @@
 """`jfla finetune`: goes on training a published model on documents, and writes it as it was published."""
 
-import contextlib
 import dataclasses
 import hashlib
 import math
 import pathlib
 import shutil
 import time
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +17,7 @@ from rich.table import Table
 from jfla.cli import documents, plot, published, tokenizer
 from jfla.cli.cpu import cpu_name
 from jfla.cli.data import Batch
+from jfla.cli.mesh import layout
 from jfla.cli.progress import train
 from jfla.cli.run_folder import RESULTS, claim, finished, write_json
 from jfla.cli.train import Run, adamw
@@ -91,7 +90,8 @@ def run(options: Options, console: Console) -> dict[str, Any]:
         _show(console, results, options.out)
         return results
     started = time.perf_counter()
-    with _layout(settings.rows):
+    # Rows are divided among devices; every device holds the parameters.
+    with layout({"data": _num_devices(settings.rows)}):
         model = load_hf(options.model, prepared.config)
         trained = _trained(model, options, plan)
         console.print(plan.table())
@@ -202,20 +202,6 @@ def _devices(rows: int) -> tuple[str, str]:
 def _num_devices(rows: int) -> int:
     """As many as divide the rows evenly."""
     return math.gcd(rows, len(jax.devices()))
-
-
-@contextlib.contextmanager
-def _layout(rows: int) -> Iterator[None]:
-    """Rows divided among devices; every device holds the parameters."""
-    count = _num_devices(rows)
-    if count == 1:
-        yield
-        return
-    axes = (jax.sharding.AxisType.Auto,)
-    mesh = jax.make_mesh((count,), ("data",), axis_types=axes, devices=jax.devices()[:count])
-    whole = [(name, None) for name in ("embed", "heads", "mlp", "vocab")]
-    with jax.set_mesh(mesh), nnx.logical_axis_rules((("batch", "data"), *whole)):
-        yield
 
 
 def _trained(model: DeltaLM, options: Options, plan: published.Plan) -> type[nnx.Param]:

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable
 
-import grain
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -20,7 +19,7 @@ from jfla.cli.train import Run
 
 def train(
     training: Run,
-    dataset: grain.MapDataset[data.Batch],
+    dataset: data.Batches,
     name: str,
     tokens: int,
     save_every: int,

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from rich.table import Table
 
 from jfla.cli import info
-from jfla.cli.run_folder import Refused
+from jfla.cli.refused import Refused
 from jfla.nn import DeltaLMConfig, ModelConfig, hf_config
 from jfla.nn.models.config import AttentionSpec, GDNSpec, KDASpec, LatentSpec
 from jfla.nn.weights.safetensors_io import read_json

@@ -5,21 +5,36 @@ import json
 import pathlib
 from typing import Any
 
+from jfla.cli import processes
+from jfla.cli.refused import Refused
+
 RESULTS = "results.json"
-
-
-class Refused(ValueError):
-    """An option that cannot be had; `option` is its name."""
-
-    def __init__(self, option: str, message: str):
-        super().__init__(message)
-        self.option = option
+_SETTINGS = "run.json"
 
 
 def claim(out: pathlib.Path, settings: Any) -> None:
-    """Makes the folder this run's own: new, empty, or begun under the same settings, a dataclass."""
+    """Makes the folder this run's own: new, empty, or begun under the same settings, a dataclass.
+
+    The first process does it; the others are refused what it is refused.
+    """
+    why = ""
+    if processes.is_first():
+        try:
+            _claim(out, settings)
+        except Refused as refused:
+            why = str(refused)
+    why = processes.told(why)
+    if why:
+        raise Refused("out", why)
+    if not (out / _SETTINGS).exists():
+        raise Refused(
+            "out", f"{out} must be a folder that all processes share, got one that is not"
+        )
+
+
+def _claim(out: pathlib.Path, settings: Any) -> None:
     wanted = dataclasses.asdict(settings)
-    path = out / "run.json"
+    path = out / _SETTINGS
     if path.exists():
         found = json.loads(path.read_text())
         differing = [name for name in found if wanted.get(name) != found[name]]

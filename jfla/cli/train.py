@@ -6,7 +6,6 @@ import pathlib
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
-import grain
 import jax
 import jax.numpy as jnp
 import optax
@@ -113,9 +112,9 @@ def update(model: DeltaLM, optimizer: nnx.Optimizer, batch: data.Batch) -> Metri
     return result
 
 
-def evaluate(model: DeltaLM, dataset: grain.MapDataset[data.Batch]) -> Metrics:
-    """Mean metrics over a whole data set."""
-    results = [_evaluate(model, batch) for batch in dataset]
+def evaluate(model: DeltaLM, dataset: data.Batches, num_batches: int) -> Metrics:
+    """Mean metrics over the first batches of a data set."""
+    results = [_evaluate(model, dataset.batch(i)) for i in range(num_batches)]
     return Metrics(*(jnp.mean(jnp.stack(values)) for values in zip(*results)))
 
 
@@ -138,7 +137,9 @@ class Run:
     Checkpoints are `folder/<step>`; each is written under another name and moved when it is whole,
     so that a kill at any time leaves the one before. They hold the parameters that are trained, the
     optimizer and the curves: data of step i depend on i alone, so a run that was killed and
-    continued ends with the bits of one that was not.
+    continued ends with the bits of one that was not. Under a mesh every process writes what its
+    devices hold, and a run goes on under another mesh, or in another number of processes, where
+    sums in another order change the last bits.
     """
 
     def __init__(
@@ -163,10 +164,10 @@ class Run:
         """Steps done so far."""
         return len(self.curves["bits"])
 
-    def train(self, dataset: grain.MapDataset[data.Batch], save_every: int) -> Iterator[Metrics]:
+    def train(self, dataset: data.Batches, save_every: int) -> Iterator[Metrics]:
         """Does the steps that are left and yields the metrics of each."""
         while self.step < self.steps:
-            result = update(self.model, self.optimizer, dataset[self.step])
+            result = update(self.model, self.optimizer, dataset.batch(self.step))
             for name, value in result._asdict().items():
                 self.curves[name].append(float(value))
             if self.step % save_every == 0 or self.step == self.steps:

@@ -44,6 +44,32 @@ def test_info_gives_the_choice_and_the_reason_of_explain():
     [
         (["--op", "mamba"], ("--op", "'mamba' is not one of 'kda', 'gdn'")),
         (["--steps", "0"], ("--steps", "1")),
+        (
+            ["--mesh", "data=2,time=4"],
+            ("--mesh", "axes must be data, sequence, model, got 'time' in 'data=2,time=4'"),
+        ),
+        (["--mesh", "data=2,data=4"], ("--mesh", "an axis must occur once, got data again")),
+        (["--mesh", "data=two"], ("--mesh", "data must be a whole number above 0, got 'two'")),
+        (["--mesh", "data"], ("--mesh", "data must be a whole number above 0, got ''")),
+        (
+            ["--mesh", "data=2,sequence=2"],
+            ("--mesh", "must be the number of devices, 8, got 2 x 2 x 1 = 4"),
+        ),
+        (["--mesh", "model=8"], ("--mesh", "model must divide the 2 heads, got 8")),
+        (["--process-id", "1"], ("--process-id", "--coordinator must be given with it, got 1")),
+        (["--coordinator", "here"], ("--coordinator", "must be HOST:PORT or auto, got 'here'")),
+        (
+            ["--coordinator", "here:1234", "--process-id", "1"],
+            ("--coordinator", "an address must come with --num-processes and --process-id"),
+        ),
+        (
+            ["--coordinator", "here:1234", "--num-processes", "2", "--process-id", "2"],
+            ("--process-id", "it must be in 0 .. 1, got 2"),
+        ),
+        (
+            ["--coordinator", "auto", "--process-id", "1"],
+            ("--coordinator", "auto must come without --num-processes and --process-id"),
+        ),
         (["--seed", "-1"], ("--seed", "0")),
         (["--implementation", "triton"], ("--implementation", "'pallas', 'xla'")),
         (

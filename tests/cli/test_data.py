@@ -61,11 +61,11 @@ def test_a_python_without_sources_is_named(tmp_path):
 
 
 def test_a_batch_depends_on_seed_and_step_alone():
-    rows = functools.partial(data.recall_rows, rows=2, time=40)
+    row = functools.partial(data.recall_rows, rows=1, time=40)
     short, long, other = (
-        data.batches(rows, steps, seed) for steps, seed in ((5, 1), (9, 1), (9, 2))
+        data.batches(row, 2, steps, seed) for steps, seed in ((5, 1), (9, 1), (9, 2))
     )
     for step in (4, 0, 2):
-        np.testing.assert_array_equal(short[step].tokens, long[step].tokens)
-        assert (short[step].tokens != other[step].tokens).any()
-    assert (long[3].tokens != long[4].tokens).any()
+        np.testing.assert_array_equal(short.batch(step).tokens, long.batch(step).tokens)
+        assert (short.batch(step).tokens != other.batch(step).tokens).any()
+    assert (long.batch(3).tokens != long.batch(4).tokens).any()

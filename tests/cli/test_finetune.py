@@ -164,9 +164,9 @@ def test_packed_rows_hold_every_prediction_once(inputs):
     used = sum(len(document.tokens) for document in found)
     assert len(rows) * 24 < 1.3 * used
     batches = documents.batches(rows, 4, seed=0)
-    first = [batches[i].tokens for i in range(8)]
+    first = [batches.batch(i).tokens for i in range(8)]
     again = documents.batches(rows, 4, seed=0)
-    np.testing.assert_array_equal(again[7].tokens, first[7])
+    np.testing.assert_array_equal(again.batch(7).tokens, first[7])
     assert (first[0] != first[7]).any()
 
 
