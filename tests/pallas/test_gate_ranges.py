@@ -96,7 +96,7 @@ def who_reads(
         plan = schedule(options.op, dims_of(given))
         pairs = run(chunk.intra_kernel(x, given, options, plan)).intra
         operands = qkg_operands(x, given)
-        static = qk_options(given, options)
+        static = qk_options(x, given, options)
         grads = grads_kernel.grads_kda(operands, scans, static, jnp.float32)
     in_a_qk, in_a_inv = (np.isnan(a.astype("float32")).any(axis=(3, 4)) for a in pairs)
     np.testing.assert_array_equal(in_a_qk, in_a_inv)
