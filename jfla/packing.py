@@ -121,8 +121,9 @@ def take_rows(
 
 
 # A row of the batch reads and writes its own states. `states[rows, slot]` would say that a row may read any other one,
-# and a batch that lies on several devices would be gathered for it. The states of a short row are all passed over,
-# because `jax.experimental.checkify` ends in an IndexError at a scatter with a batch axis, such as that of `vmap`.
+# and a batch that lies on several devices would be gathered for it. The states of a short row are all passed over, and
+# a single row is indexed without `vmap`, because `jax.experimental.checkify` ends in an IndexError at a scatter with a
+# batch axis.
 
 FEW_SLOTS = 8  # more states than this are indexed: selecting one of 16 takes twice as long
 
@@ -134,6 +135,8 @@ def read_slot(
     """states[b, slot[b]]."""
     if states.shape[1] <= FEW_SLOTS:
         return jnp.sum(jnp.where(_is_slot(states, slot), states, 0), axis=1)
+    if states.shape[0] == 1:
+        return states[:, slot[0]]
     return jax.vmap(lambda states, slot: states[slot])(states, slot)
 
 
@@ -145,6 +148,8 @@ def write_slot(
     """states with states[b, slot[b]] = state[b]."""
     if states.shape[1] <= FEW_SLOTS:
         return jnp.where(_is_slot(states, slot), state[:, None], states)
+    if states.shape[0] == 1:
+        return states.at[:, slot[0]].set(state)
     return jax.vmap(lambda states, slot, state: states.at[slot].set(state))(states, slot, state)
 
 

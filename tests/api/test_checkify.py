@@ -14,8 +14,9 @@ CONFIG = Config(time=6, segments=3, state=True, final=True, dtype="float32")
 
 @pytest.mark.parametrize("op", ["kda", "gdn"])
 @pytest.mark.parametrize("errors", ["index_checks", "all_checks"])
-def test_a_packed_recurrent_call_and_its_gradients(op, errors):
-    config = dataclasses.replace(CONFIG, op=op)
+@pytest.mark.parametrize("shape", [{}, {"batch": 1, "segments": 12, "time": 14}])
+def test_a_packed_recurrent_call_and_its_gradients(op, errors, shape):
+    config = dataclasses.replace(CONFIG, op=op, **shape)
     x, ids, cotangents = draw(config, Style())
     x, cotangents = (jax.tree.map(jnp.float32, tree) for tree in (x, cotangents))
 
