@@ -57,6 +57,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Frees compiled functions between files, before they are too many.
+
+    Each takes several memory maps, of which Linux allows a process 65,530. Without one left, LLVM ends in a
+    segmentation fault.
+    """
+    if nextitem is not None and nextitem.path != item.path and _num_memory_maps() > 20_000:
+        import jax
+
+        jax.clear_caches()
+
+
+def _num_memory_maps() -> int:
+    maps = pathlib.Path("/proc/self/maps")
+    return len(maps.read_bytes().splitlines()) if maps.exists() else 0
+
+
 @functools.cache
 def _no_gpu() -> str | None:
     if os.environ.get("JFLA_TEST_GPU", "0") != "1":
