@@ -1,10 +1,12 @@
 """Decay gates, beta and l2norm: the elementwise transforms in front of the delta rule, defined once for everybody."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 NORM_EPSILON = 1e-6
@@ -108,6 +110,18 @@ def _per_head(parameter: Array, x: Array) -> Array:
 def log_decay(g: Float[Array, "B T HV G"], gate: Gate | None) -> Float[Array, "B T HV G"]:
     """The natural-log decay in float32 or wider: `g` itself, or the gate applied to it."""
     return at_least_f32(g) if gate is None else gate(g)
+
+
+def log_uniform_rate(key: Array, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
+    """Initializer of a_log: log U(1, 16)."""
+    return jnp.log(jax.random.uniform(key, shape, dtype, 1.0, 16.0))
+
+
+def inverse_softplus_step(key: Array, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
+    """Initializer of dt_bias: the inverse softplus of a step, log-uniform in [1e-3, 0.1]."""
+    log_step = jax.random.uniform(key, shape, dtype, math.log(1e-3), math.log(0.1))
+    step = jnp.exp(log_step)
+    return step + jnp.log(-jnp.expm1(-step))
 
 
 def write_strength(beta: Float[Array, "*shape"], beta_max: float | None) -> Float[Array, "*shape"]:

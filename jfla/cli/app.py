@@ -251,7 +251,8 @@ def bench(
         list[str] | None, typer.Option("--pass", help="forward, backward, decode, ...; all.")
     ] = None,
     gates: Annotated[
-        list[str] | None, typer.Option("--gate", help="strong, weak, mixed, sigmoid; strong.")
+        list[str] | None,
+        typer.Option("--gate", help="production, published, recorded, strong, ...; production."),
     ] = None,
     implementations: Annotated[
         list[str] | None,

@@ -124,7 +124,7 @@ def overlap_schedule(op: Op, dims: Dims, num_sms: int) -> tuple[int, int]:
     """(v_block of the scan, CTAs of the intra-chunk kernel beside it); 0 CTAs: it runs before the scan.
 
     Overlap pays while the scan leaves many multiprocessors idle, unless time is split, segments are scanned side by
-    side, or all chunks fit in one wave.
+    side, or all chunks fit in one wave. KDA with K = 256 makes its A matrices in two kernels, of which none can.
     With t_intra and t_scan for all chunks and the intra-chunk work in so many rounds,
 
         t = max(rounds * t_intra + t_scan / rounds, t_scan)
@@ -133,6 +133,8 @@ def overlap_schedule(op: Op, dims: Dims, num_sms: int) -> tuple[int, int]:
     """
     v_block = scan_v_block(dims, num_sms)
     if time_splits(dims, num_sms) > 1 or dims.num_chunks <= num_sms or dims.segments is not None:
+        return v_block, 0
+    if not op.scalar_gate and dims.key_dim > 128:
         return v_block, 0
     wgs = intra_wgs(op, dims.key_dim)
     alone_us, beside_us = _INTRA_US[op.scalar_gate]

@@ -44,12 +44,6 @@ def unsupported_call(form: Form, inputs: Inputs, options: Options) -> str | None
 def _unsupported_chunk(inputs: Inputs, options: Options) -> str | None:
     if options.per_segment_state and options.sequence_axis is not None:
         return "states per segment with sequence_axis; the kernels hand one state from device to device"
-    key_dim = inputs.q.shape[-1]
-    if not options.op.scalar_gate and kernel_size(key_dim) == 256:
-        return (
-            f"K = {key_dim} with a decay for each channel (KDA): "
-            "a chunk fits into shared memory up to K = 128"
-        )
     return _wrong_dtype(inputs, jnp.bfloat16, jnp.float16)
 
 

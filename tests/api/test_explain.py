@@ -75,9 +75,10 @@ def test_what_is_asked_for_by_name_is_taken_or_refused(function):
 
 def test_a_padded_call_is_told():
     with compiling_for("9.0"):
-        choice = jfla.explain(jfla.chunk_kda, *described(jfla.chunk_kda, dim=96))
-        assert choice.implementation == "pallas"
-        assert "K = 96 padded to 128" in str(choice)
+        for dim, padded in ((96, 128), (192, 256)):
+            choice = jfla.explain(jfla.chunk_kda, *described(jfla.chunk_kda, dim=dim))
+            assert choice.implementation == "pallas"
+            assert f"K = {dim} padded to {padded}" in str(choice)
         assert "padded" not in str(jfla.explain(jfla.chunk_kda, *described(jfla.chunk_kda)))
 
 
@@ -85,9 +86,7 @@ def test_a_padded_call_is_told():
     ("function", "call", "options", "reason"),
     [
         (jfla.chunk_gdn, {"dim": 264}, {}, "K = 264"),
-        (jfla.chunk_kda, {"dim": 192}, {}, "K = 192 with a decay for each channel"),
         (jfla.chunk_gdn, {"dtype": "float32"}, {}, "q is float32; the kernels take bfloat16 and"),
-        (jfla.chunk_kda, {"dim": 256}, {}, "K = 256 with a decay for each channel"),
         (
             jfla.recurrent_kda,
             {},

@@ -75,11 +75,6 @@ def test_decoding_takes_the_kernel_where_there_is_one(monkeypatch: pytest.Monkey
     ("case", "name", "reason"),
     [
         (
-            Case("kda", "forward", Shape(2, 64, 1, 256)),
-            "pallas",
-            "K = 256 with a decay for each channel",
-        ),
-        (
             Case("gdn", "forward+backward", Shape(2, 64, 1, 264)),
             "pallas",
             "K = 264; the kernels take",

@@ -25,7 +25,7 @@ CALLS = [
 CALLS += [Call(op, "raw", time=1000, heads=16, key_dim=128, value_dim=128) for op in ("kda", "gdn")]
 CALLS += [
     Call(op, gates, time=200, key_dim=key_dim, value_dim=256)
-    for op, key_dim in (("gdn", 256), ("gdn", 64), ("kda", 128))
+    for op, key_dim in (("gdn", 256), ("gdn", 64), ("kda", 128), ("kda", 256))
     for gates in ("strong", "raw")
 ]
 CALLS += [Call("gdn", "mixed", time=200, key_dim=256, value_dim=64)]

@@ -32,6 +32,7 @@ CALLS = [
     Call("gdn", "mixed", time=65, betas="edge", repeated_keys=True),
     Call("gdn", "raw", time=70, key_dim=256, value_dim=256),  # in blocks of K and of V
     pytest.param(Call("kda", "raw", time=64, value_dim=256), marks=pytest.mark.slow),
+    Call("kda", "raw", time=70, key_dim=256),  # in blocks of K
 ]
 
 

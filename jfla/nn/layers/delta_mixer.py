@@ -6,7 +6,6 @@
 import dataclasses
 import functools
 import inspect
-import math
 from collections.abc import Callable
 from typing import TypedDict, overload
 
@@ -291,15 +290,3 @@ def _zero_unless(
 def _per_token(mask: Bool[Array, "B T"], x: Shaped[Array, "B T *rest"]) -> Bool[Array, "B T *ones"]:
     """The mask with as many axes as x."""
     return mask.reshape(mask.shape + (1,) * (x.ndim - 2))
-
-
-def log_uniform_rate(key: Array, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
-    """Initializer of a_log: log U(1, 16)."""
-    return jnp.log(jax.random.uniform(key, shape, dtype, 1.0, 16.0))
-
-
-def inverse_softplus_step(key: Array, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
-    """Initializer of dt_bias: the inverse softplus of a step, log-uniform in [1e-3, 0.1]."""
-    log_step = jax.random.uniform(key, shape, dtype, math.log(1e-3), math.log(0.1))
-    step = jnp.exp(log_step)
-    return step + jnp.log(-jnp.expm1(-step))

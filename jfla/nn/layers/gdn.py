@@ -7,14 +7,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jfla import api
-from jfla.gates import SoftplusGate
-from jfla.nn.layers.delta_mixer import (
-    DeltaMixer,
-    MixerOptions,
-    documented,
-    inverse_softplus_step,
-    log_uniform_rate,
-)
+from jfla.gates import SoftplusGate, inverse_softplus_step, log_uniform_rate
+from jfla.nn.layers.delta_mixer import DeltaMixer, MixerOptions, documented
 from jfla.nn.layers.projections import Projection
 from jfla.nn.sharding import EMBED, HEADS, partitioned
 

@@ -63,6 +63,37 @@ class ChunkGrid(NamedTuple):
         return ChunkIndex(lax.rem(rest, batch), lax.rem(tile_index, heads), lax.div(rest, batch))
 
 
+class ChunkPart(NamedTuple):
+    """A channel block of a chunk: the tiles of 64 channels from `first_tile` on."""
+
+    index: ChunkIndex
+    first_tile: Index
+
+    def columns(self, tile: Index) -> Index:
+        """Where a tile of the block lies among all channels."""
+        return pl.ds((self.first_tile + tile) * TILE_K, TILE_K)
+
+
+class PartGrid(NamedTuple):
+    """All channel blocks of all chunks, numbered for a tile scheduler; the blocks of a chunk side by side."""
+
+    chunks: ChunkGrid
+    num_blocks: int
+    tiles_per_block: int
+
+    @property
+    def num_parts(self) -> int:
+        return self.chunks.num_tiles * self.num_blocks
+
+    def __call__(self, tile_index: Index) -> ChunkPart:
+        if self.num_blocks == 1:
+            return ChunkPart(self.chunks(tile_index), 0)
+        num_blocks = jnp.int32(self.num_blocks)
+        block = lax.rem(tile_index, num_blocks)
+        index = self.chunks(lax.div(tile_index, num_blocks))
+        return ChunkPart(index, block * self.tiles_per_block)
+
+
 class TimeSpan(NamedTuple):
     """A kernel that runs on one span of time: span-local arrays have its chunks only, inputs and results have all.
 

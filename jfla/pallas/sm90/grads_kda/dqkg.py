@@ -279,7 +279,8 @@ def _pairs_step(ctx: GradsKdaWarpgroup, i: Index, end: Index, grads: Grads) -> C
     # The two signs differ only in a step that is out of range, where dx is 0. Which of them the compiler
     # keeps in a register decides a spill of 4 bytes; like the salts, the choice was found by search.
     sign = jnp.where(from_middle, -1.0, 1.0)
-    if ctx.has_v_blocks and ctx.qk.num_tiles == 2:
+    has_blocks = ctx.has_v_blocks or not ctx.has_all_channels
+    if has_blocks and ctx.qk.num_tiles == ctx.num_v_tiles == 2:
         sign = early_sign
     dx = dot(none, (transposed(w_k), k), (transposed(w_q), q))
     dk = dk + early() * dx

@@ -176,8 +176,15 @@ def _halving_step(ctx: IntraKdaWarpgroup, i: Index, num_steps: Index, a: Reg) ->
     return jnp.where(replaced, new, a)
 
 
+def store_block_sum(ctx: IntraKdaWarpgroup, a: Reg, block_sums_gmem: Gmem) -> None:
+    """What this channel block adds to q D k^T (warpgroup 0) or k D k^T (1), to global memory."""
+    block = lax.div(ctx.part.first_tile, jnp.int32(ctx.qk.num_tiles))
+    target = ctx.qk.index.tile(block_sums_gmem).at[block, ctx.wg]
+    target[...] = a
+
+
 def store_a_qk(ctx: IntraKdaWarpgroup, a: Reg, a_qk_gmem: Gmem) -> None:
-    """IntraKdaWarpgroup 0: a_qk to global memory, through a tile that no matmul reads any more."""
+    """Warpgroup 0: a_qk to global memory, through a tile that no matmul reads any more."""
     zero = ctx.zero
     a_qk = ctx.smem.decayed.at[zero + 2, zero]
     a_qk[...] = a.astype(BF16)
@@ -187,7 +194,7 @@ def store_a_qk(ctx: IntraKdaWarpgroup, a: Reg, a_qk_gmem: Gmem) -> None:
 
 
 def pass_lower(ctx: IntraKdaWarpgroup, a: Reg) -> None:
-    """IntraKdaWarpgroup 1: k D k^T with beta around it into `lower`, for warpgroup 2 to invert."""
+    """Warpgroup 1: k D k^T with beta around it into `lower`, for warpgroup 2 to invert."""
     scaling_smem = ctx.wait_beta_scaling(0)
     plgpu.barrier_wait(ctx.barriers.lower_empty)
     lower = ctx.smem.lower.at[ctx.zero]
@@ -196,7 +203,7 @@ def pass_lower(ctx: IntraKdaWarpgroup, a: Reg) -> None:
 
 
 def inverse_warpgroup(ctx: IntraKdaWarpgroup, a_inv_gmem: Gmem) -> None:
-    """IntraKdaWarpgroup 2: a_inv of a chunk from `lower`, while the q/k warpgroups are at the next."""
+    """Warpgroup 2: a_inv of a chunk from `lower`, while the q/k warpgroups are at the next."""
     ctx.prefetch_beta()
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     scaling_smem = ctx.wait_beta_scaling(1)

@@ -1,8 +1,11 @@
 """The intra-chunk kernel of KDA: q, k, g, beta of a chunk to `DecayedQK` and the A matrices.
 
 CTAs are persistent. Warpgroups 0 and 1 share a chunk: each makes the decayed q and k of 64
-channels, then 0 multiplies the rows of q, 1 those of k. IntraKdaWarpgroup 2 inverts, while the two go on to
+channels, then 0 multiplies the rows of q, 1 those of k. Warpgroup 2 inverts, while the two go on to
 the next chunk, which is in shared memory by then.
+
+A CTA has room for 128 channels. With K = 256 each takes a channel block of a chunk, there is no
+warpgroup 2, and what the blocks add to the A matrices is summed and inverted by `sum_blocks.py`.
 """
 
 from collections.abc import Callable
@@ -20,13 +23,14 @@ from jfla.pallas.mgpu.overlap import Kernel, PendingResults, ReadyFlags
 from jfla.pallas.mgpu.scheduler import TileScheduler, WorkTile
 from jfla.pallas.mgpu.smem import BF16, F16, F32, transposed
 from jfla.pallas.mgpu.types import Gmem, Index, Reg, Smem
-from jfla.pallas.sm90.chunk_index import TILE_K, ChunkGrid
+from jfla.pallas.sm90.chunk_index import CHANNEL_BLOCK, TILE_K, ChunkGrid, PartGrid
 from jfla.pallas.sm90.decay_sums import FAST_RANGE, stack_matrices
 from jfla.pallas.sm90.intra_kda.a_matrices import (
     compute_a_kda,
     inverse_warpgroup,
     pass_lower,
     store_a_qk,
+    store_block_sum,
 )
 from jfla.pallas.sm90.intra_kda.smem import (
     SPAN_MATRICES,
@@ -37,6 +41,7 @@ from jfla.pallas.sm90.intra_kda.smem import (
     IntraKdaWarpgroup,
     SharedStorage,
 )
+from jfla.pallas.sm90.intra_kda.sum_blocks import sum_blocks
 from jfla.pallas.sm90.qk_tiles import K, Q, QkgOperands, QkOptions, QkTiles
 from jfla.pallas.sm90.results import IntraResults
 from jfla.stages import DecayedQK, IntraChunk
@@ -58,11 +63,14 @@ def intra_kda(
     is then None.
     """
     batch, time, _, key_dim = gmem.q.shape
-    num_tiles = key_dim // TILE_K
-    grid = ChunkGrid(batch, value_heads, time // CHUNK)
-    scheduler = TileScheduler(grid.num_tiles, num_ctas)
-    with_intra = beta is not None
-    matrices = (*SPAN_MATRICES, *(STEP_MATRICES if with_intra else ()))
+    num_blocks = max(key_dim // CHANNEL_BLOCK, 1)
+    num_tiles = key_dim // num_blocks // TILE_K
+    chunks = ChunkGrid(batch, value_heads, time // CHUNK)
+    grid = PartGrid(chunks, num_blocks, num_tiles)
+    scheduler = TileScheduler(grid.num_parts, num_ctas)
+    with_pairs = beta is not None
+    inverts = with_pairs and num_blocks == 1
+    matrices = (*SPAN_MATRICES, *(STEP_MATRICES if with_pairs else ()))
 
     def body(
         gmem: IntraKdaOperands,
@@ -77,11 +85,20 @@ def intra_kda(
         def ctx_at(work_tile: WorkTile) -> IntraKdaWarpgroup:
             zero = work_tile.zero
             slot = work_tile.iteration & 1
-            index = grid(work_tile.tile_index)
+            part = grid(work_tile.tile_index)
             q, k = (smem.qk.at[slot, zero + which] for which in (Q, K))
-            qk = QkTiles(options, index, value_heads, num_tiles, q, k, smem.square_norms)
+            qk = QkTiles(
+                options,
+                part.index,
+                value_heads,
+                num_tiles,
+                q,
+                k,
+                smem.square_norms,
+                part.first_tile,
+            )
             return IntraKdaWarpgroup(
-                wg + zero, work_tile, grid, qk, gmem, smem, barriers, ready_flags
+                wg + zero, work_tile, grid, part, qk, gmem, smem, barriers, ready_flags
             )
 
         write_iota(smem.iota.at[wg])
@@ -90,7 +107,7 @@ def intra_kda(
         def _qk_wgs():
             _run_qk_warpgroup(ctx_at, scheduler, cta, wg, outputs)
 
-        if with_intra:
+        if inverts:
 
             @pl.when(wg == 2)
             def _inverse_wg():
@@ -100,18 +117,24 @@ def intra_kda(
 
     kernel = Kernel(
         name="jfla_intra_kda",
-        inputs=IntraKdaOperands(gmem, beta, stack_matrices(F16, *matrices), opaque_zero()),
-        outputs=_intra_shapes(grid, key_dim, with_intra),
+        inputs=IntraKdaOperands(
+            gmem, beta if inverts else None, stack_matrices(F16, *matrices), opaque_zero()
+        ),
+        outputs=_intra_shapes(grid, key_dim, with_pairs),
         num_ctas=scheduler.num_ctas,
-        num_warpgroups=3 if with_intra else 2,
-        smem=SharedStorage.specs(gmem, options, num_tiles, with_intra),
+        num_warpgroups=3 if inverts else 2,
+        smem=SharedStorage.specs(gmem, options, num_tiles, with_pairs, inverts),
         barriers=Barriers.specs(gmem, options, num_tiles),
         body=body,
     )
-    return PendingResults(kernel, _intra_results)
+
+    def resolve(outputs: IntraKdaOutputs) -> IntraResults:
+        return _intra_results(outputs, beta)
+
+    return PendingResults(kernel, resolve)
 
 
-def _intra_results(outputs: IntraKdaOutputs) -> IntraResults:
+def _intra_results(outputs: IntraKdaOutputs, beta: Gmem) -> IntraResults:
     """On the host: the outputs by the names of `jfla.stages`."""
     qk = DecayedQK(
         outputs.q_from_start,
@@ -122,17 +145,23 @@ def _intra_results(outputs: IntraKdaOutputs) -> IntraResults:
     intra = None
     if outputs.a_qk is not None:
         intra = IntraChunk(outputs.a_qk, outputs.a_inv)
+    elif outputs.block_sums is not None:
+        intra = sum_blocks(outputs.block_sums, beta)
     return IntraResults(qk, intra, None)
 
 
-def _intra_shapes(grid: ChunkGrid, key_dim: int, with_intra: bool) -> IntraKdaOutputs:
+def _intra_shapes(grid: PartGrid, key_dim: int, with_pairs: bool) -> IntraKdaOutputs:
     """On the host: a `jax.ShapeDtypeStruct` for each."""
-    lead = (grid.batch, grid.heads, grid.n_chunks)
+    lead = tuple(grid.chunks)
     rows = jax.ShapeDtypeStruct((*lead, CHUNK, key_dim), BF16)
     square = jax.ShapeDtypeStruct((*lead, CHUNK, CHUNK), BF16)
     decay = jax.ShapeDtypeStruct((*lead, key_dim), F32)
-    a = square if with_intra else None
-    return IntraKdaOutputs(rows, rows, rows, decay, a, a)
+    one_block = grid.num_blocks == 1
+    a = square if with_pairs and one_block else None
+    block_sums = None
+    if with_pairs and not one_block:
+        block_sums = jax.ShapeDtypeStruct((*lead, grid.num_blocks, 2, CHUNK, CHUNK), F32)
+    return IntraKdaOutputs(rows, rows, rows, decay, a, a, block_sums)
 
 
 def _run_qk_warpgroup(
@@ -150,8 +179,8 @@ def _run_qk_warpgroup(
 
     @first.if_owns_channels
     def _():
-        first.prefetch_qk(first.qk.index, jnp.int32(0))
-        first.prefetch_raw_gate(first.qk.index)
+        first.prefetch_qk(first.part, jnp.int32(0))
+        first.prefetch_raw_gate(first.part)
 
     @pl.when(wg == 0)
     def _():
@@ -184,7 +213,7 @@ def _run_inverse_warpgroup(
     cta: Index,
     outputs: IntraKdaOutputs,
 ) -> None:
-    """IntraKdaWarpgroup 2: every chunk of the CTA."""
+    """Warpgroup 2: every chunk of the CTA."""
     first = ctx_at(scheduler.first(cta))
     plgpu.barrier_arrive(first.barriers.lower_empty)
 
@@ -193,13 +222,12 @@ def _run_inverse_warpgroup(
 
     last = scheduler.for_each_tile(step, cta, 0, first.gmem.zero)
     plgpu.barrier_wait(first.barriers.lower_full)
-    first.ready_flags.signal(first.grid(last))
+    first.ready_flags.signal(first.grid(last).index)
 
 
 def qk_warpgroup(ctx: IntraKdaWarpgroup, outputs: IntraKdaOutputs) -> None:
     """What warpgroups 0 and 1 do with a chunk."""
-    with_intra = outputs.a_qk is not None
-    if with_intra:
+    if outputs.a_qk is not None:
 
         @pl.when(ctx.wg == 1)
         def _():
@@ -219,13 +247,17 @@ def qk_warpgroup(ctx: IntraKdaWarpgroup, outputs: IntraKdaOutputs) -> None:
     def _decay():
         _write_decayed_qk(ctx, outputs)
 
-    if not with_intra:
+    if not outputs.with_pairs:
         if share_norms:
             ctx.sync_warpgroups()  # the next chunk's norms replace these
         return
     ctx.sync_warpgroups()
     a = compute_a_kda(ctx)
     ctx.sync_warpgroups()  # from here on no warpgroup reads a tile of the other
+
+    if outputs.block_sums is not None:
+        store_block_sum(ctx, a, outputs.block_sums)
+        return
 
     @pl.when(ctx.wg == 0)
     def _q_rows():
@@ -249,7 +281,7 @@ def _load_qkg(ctx: IntraKdaWarpgroup) -> None:
 
     @pl.when(work_tile.has_next)
     def _():
-        ctx.prefetch_qk(ctx.next_index, work_tile.iteration + 1)
+        ctx.prefetch_qk(ctx.next_part, work_tile.iteration + 1)
 
     plgpu.barrier_wait(barriers.raw_gate_full.at[tile])
     plgpu.barrier_wait(barriers.qk_full.at[2 * tile + slot])
@@ -258,12 +290,12 @@ def _load_qkg(ctx: IntraKdaWarpgroup) -> None:
     raw = load(smem.raw_gate.at[tile])
     smem.log2_decay.at[tile][...] = qk.scaled_log2_decay(raw, ctx.gmem.qkg, bias, resets)
     if qk.options.qk_norm:
-        qk.write_square_norms(tile)
+        qk.write_square_norms(tile, None if ctx.has_all_channels else ctx.gmem.qkg)
     plgpu.commit_smem()
 
     @pl.when(work_tile.has_next)
     def _():
-        ctx.prefetch_raw_gate(ctx.next_index)
+        ctx.prefetch_raw_gate(ctx.next_part)
 
 
 def _write_decayed_qk(ctx: IntraKdaWarpgroup, outputs: IntraKdaOutputs) -> None:
@@ -284,7 +316,7 @@ def _write_decayed_qk(ctx: IntraKdaWarpgroup, outputs: IntraKdaOutputs) -> None:
     to_end = decay_sums(smem.span_matrices.at[zero + 1])
     write_tile(k_to_end, k * jnp.exp2(to_end))
     from_start = decay_sums(smem.span_matrices.at[zero])
-    if outputs.a_qk is not None:
+    if outputs.with_pairs:
         min_sums = smem.min_from_start.at[tile]
         min_sums[...] = jnp.min(from_start, axis=1)
         growth = jnp.minimum(-from_start, FAST_RANGE)
@@ -302,7 +334,7 @@ def _write_decayed_qk(ctx: IntraKdaWarpgroup, outputs: IntraKdaOutputs) -> None:
     first_column = jnp.where(iota2d(1, CHUNK, ctx.iota) == 0, total, zeros(TILE_K, CHUNK))
     smem.chunk_decay.at[tile][...] = jnp.exp2(jnp.sum(first_column, axis=1))
     plgpu.commit_smem()
-    columns = pl.ds(tile * TILE_K, TILE_K)
+    columns = ctx.part.columns(tile)
     for source, target in (
         (qk.q, outputs.q_from_start),
         (qk.k, outputs.k_from_start),

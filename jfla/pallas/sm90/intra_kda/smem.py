@@ -2,7 +2,7 @@
 
 Warpgroups 0 and 1, the q/k warpgroups, share a chunk: each owns a tile of 64 channels, then 0 the
 rows of q and 1 the rows of k of the A matrices. With K = 64 only warpgroup 0 owns channels.
-IntraKdaWarpgroup 2 inverts.
+Warpgroup 2 inverts, unless K has several channel blocks.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from jfla.pallas.mgpu.scheduler import WorkTile
 from jfla.pallas.mgpu.smem import BF16, F16, F32, tile_smem, transposed
 from jfla.pallas.mgpu.types import Barrier, Gmem, Index, MemorySpec, Reg, Smem
 from jfla.pallas.sm90.beta_scaling import write_beta_scaling
-from jfla.pallas.sm90.chunk_index import TILE_K, ChunkGrid, ChunkIndex
+from jfla.pallas.sm90.chunk_index import TILE_K, ChunkIndex, ChunkPart, PartGrid
 from jfla.pallas.sm90.decay_sums import DECAY_STEPS, FROM_START, TO_END
 from jfla.pallas.sm90.qk_tiles import K, Q, QkgOperands, QkOptions, QkTiles
 from jfla.types import CHUNK
@@ -41,14 +41,21 @@ class IntraKdaOperands(NamedTuple):
 
 
 class IntraKdaOutputs(NamedTuple):
-    """What the kernel writes: `DecayedQK`, and `IntraChunk` or None twice."""
+    """What the kernel writes: `DecayedQK`, and what it has of `IntraChunk`."""
 
     q_from_start: Gmem
     k_from_start: Gmem
     k_to_end: Gmem
     chunk_decay: Gmem
-    a_qk: Gmem
-    a_inv: Gmem
+    a_qk: Gmem  # None where the caller has it, or K has several channel blocks
+    a_inv: Gmem  # the same
+    # [B, HV, N, blocks, 2, C, C] float32, with several blocks: what each adds to q D k^T and k D k^T.
+    block_sums: Gmem
+
+    @property
+    def with_pairs(self) -> bool:
+        """Whether pairs of tokens are computed."""
+        return self.a_qk is not None or self.block_sums is not None
 
 
 class SharedStorage(NamedTuple):
@@ -83,9 +90,10 @@ class SharedStorage(NamedTuple):
         gmem: QkgOperands,
         options: QkOptions,
         num_tiles: int,
-        with_intra: bool,
+        with_pairs: bool,
+        inverts: bool,
     ) -> "SharedStorage":
-        """On the host: what a CTA asks for. Without `with_intra` it makes no A matrices."""
+        """On the host: what a CTA asks for, as it computes pairs of tokens and inverts, or not."""
 
         def tiles(*lead: int, dtype: DTypeLike = BF16) -> MemorySpec:
             return tile_smem(*lead, CHUNK, TILE_K, dtype=dtype)
@@ -99,17 +107,17 @@ class SharedStorage(NamedTuple):
             raw_gate=tiles(num_tiles, dtype=gmem.g.dtype),
             square_norms=vectors(2, num_tiles),
             log2_decay=tiles(num_tiles, dtype=F16),
-            decayed=tiles(3 if with_intra else 1, num_tiles),
+            decayed=tiles(3 if with_pairs else 1, num_tiles),
             chunk_decay=vectors(num_tiles),
             min_from_start=vectors(num_tiles),
-            min_from_block=vectors(num_tiles) if with_intra else None,
+            min_from_block=vectors(num_tiles) if with_pairs else None,
             bias=None if options.no_gate else vectors(2, num_tiles),
             resets=None if gmem.resets is None else vectors(2, num_tiles),
-            step_matrix=tiles(1, dtype=F16) if with_intra else None,
-            lower=tiles(1, dtype=F16) if with_intra else None,
-            inverse_work=tiles(1, dtype=F16) if with_intra else None,
-            a_inv=tiles(1) if with_intra else None,
-            beta_scaling=vectors(2, 2) if with_intra else None,
+            step_matrix=tiles(1, dtype=F16) if with_pairs else None,
+            lower=tiles(1, dtype=F16) if inverts else None,
+            inverse_work=tiles(1, dtype=F16) if inverts else None,
+            a_inv=tiles(1) if inverts else None,
+            beta_scaling=vectors(2, 2) if inverts else None,
             iota=iota_smem(MAX_WGS, CHUNK),
         )
 
@@ -150,7 +158,8 @@ class IntraKdaWarpgroup(NamedTuple):
 
     wg: Index
     work_tile: WorkTile
-    grid: ChunkGrid
+    grid: PartGrid
+    part: ChunkPart
     qk: QkTiles
     gmem: IntraKdaOperands
     smem: SharedStorage
@@ -163,14 +172,19 @@ class IntraKdaWarpgroup(NamedTuple):
         return self.work_tile.zero
 
     @property
-    def next_index(self) -> ChunkIndex:
-        """This CTA's next chunk."""
+    def next_part(self) -> ChunkPart:
+        """What this CTA takes next."""
         return self.grid(self.work_tile.next_index)
 
     @property
     def previous_index(self) -> ChunkIndex:
         """This CTA's last chunk."""
-        return self.grid(self.work_tile.previous_index)
+        return self.grid(self.work_tile.previous_index).index
+
+    @property
+    def has_all_channels(self) -> bool:
+        """Whether K has no other block."""
+        return self.grid.num_blocks == 1
 
     @property
     def rows(self) -> Smem:
@@ -228,12 +242,13 @@ class IntraKdaWarpgroup(NamedTuple):
         else:
             pl.when(self.wg == 0)(body)
 
-    def prefetch_qk(self, index: ChunkIndex, iteration: Index) -> None:
+    def prefetch_qk(self, part: ChunkPart, iteration: Index) -> None:
         """Starts the copies of this warpgroup's channels of q and k, for that iteration."""
         tile = self.wg
         slot = iteration & 1
         barrier = self.barriers.qk_full.at[2 * tile + slot]
-        columns = pl.ds(tile * TILE_K, TILE_K)
+        index = part.index
+        columns = part.columns(tile)
         qkg = self.gmem.qkg
         for which, source in ((Q, qkg.q), (K, qkg.k)):
             view = index.rows(source, self.qk.value_heads, columns)
@@ -245,10 +260,10 @@ class IntraKdaWarpgroup(NamedTuple):
             resets = qkg.resets.at[index.batch, index.tokens]
             plgpu.copy_gmem_to_smem(resets, self.smem.resets.at[slot, tile], barrier)
 
-    def prefetch_raw_gate(self, index: ChunkIndex) -> None:
+    def prefetch_raw_gate(self, part: ChunkPart) -> None:
         """Starts the copy of g, of this warpgroup's channels."""
-        columns = pl.ds(self.wg * TILE_K, TILE_K)
-        view = index.rows(self.gmem.qkg.g, self.qk.value_heads, columns)
+        columns = part.columns(self.wg)
+        view = part.index.rows(self.gmem.qkg.g, self.qk.value_heads, columns)
         barrier = self.barriers.raw_gate_full.at[self.wg]
         plgpu.copy_gmem_to_smem(view, self.smem.raw_gate.at[self.wg], barrier)
 

@@ -92,8 +92,14 @@ class ScanCta(NamedTuple):
         """A consumer warpgroup's columns of V."""
         return pl.ds(self.index.v_block * self.config.v_block + wg * TILE_V, TILE_V)
 
-    def stage(self, i: Index) -> Index:
-        """The pipeline stage of a step's chunk."""
+    def stage(self, i: Index, zero: Index = 0) -> Index:
+        """The pipeline stage of a step's chunk.
+
+        Of one stage alone the number is made of an opaque zero: LLVM would compute all addresses of its tiles before
+        the loop, and have no registers for them.
+        """
+        if self.config.stages == 1:
+            return zero & i
         return lax.rem(i, jnp.int32(self.config.stages))
 
     def state_index(self, wg: Index) -> tuple[Index, ...]:
@@ -148,7 +154,7 @@ class ScanCta(NamedTuple):
                 self.store_checkpoint(i, state, wg + zero)
             if self.gmem.added is not None:
                 state = self.with_added(i, state, wg + zero)
-            return self.consume_chunk(i, state, wg + zero), zero & i
+            return self.consume_chunk(i, state, wg + zero, zero), zero & i
 
         zero = jnp.int32(0) if self.gmem.zero is None else self.gmem.zero[0]
         if self.stores_groups:
@@ -194,9 +200,9 @@ class ScanCta(NamedTuple):
 
         return lax.cond(ends, add, lambda state: state, state)
 
-    def consume_chunk(self, i: Index, state: Reg, wg: Index) -> Reg:
+    def consume_chunk(self, i: Index, state: Reg, wg: Index, zero: Index) -> Reg:
         """Waits for a step's chunk, steps, gives its stage back and starts the copies of what was stored."""
-        stage = self.stage(i)
+        stage = self.stage(i, zero)
         plgpu.barrier_wait(self.barriers.full.at[stage])
         stored: list[int] = []
 

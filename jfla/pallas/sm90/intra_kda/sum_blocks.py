@@ -1,0 +1,94 @@
+"""Kernel jfla_sum_blocks: what the channel blocks of K = 256 add to a chunk's pairs of tokens, to `IntraChunk`."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jfla.pallas.mgpu.iota import iota_smem, write_iota
+from jfla.pallas.mgpu.launch import launch
+from jfla.pallas.mgpu.mma import WGMMA
+from jfla.pallas.mgpu.opaque import opaque_zero
+from jfla.pallas.mgpu.smem import BF16, F16, F32, tile_smem
+from jfla.pallas.mgpu.triangular import TriangularInverse
+from jfla.pallas.mgpu.types import Barrier, Gmem, Reg, Smem
+from jfla.pallas.sm90.beta_scaling import write_a_inv, write_beta_scaling, write_lower
+from jfla.pallas.sm90.chunk_index import ChunkIndex
+from jfla.pallas.sm90.qk_tiles import K, Q
+from jfla.stages import IntraChunk
+from jfla.types import CHUNK
+
+
+class SumBlocksInputs(NamedTuple):
+    """What the kernel reads."""
+
+    block_sums: Gmem  # [B, HV, N, blocks, 2, C, C] float32: terms of q D k^T and k D k^T
+    beta: Gmem  # [B, HV, N, 1, C] float32
+    zero: Gmem  # opaque zero
+
+
+class SharedStorage(NamedTuple):
+    """Shared memory of a CTA: its one warpgroup's."""
+
+    beta_scaling: Smem  # [2, C]: beta, then `write_beta_scaling`
+    a_qk: Smem  # [C, C] bf16
+    a_inv: Smem  # [C, C] bf16
+    lower: Smem  # [C, C] float16: what is inverted
+    work: Smem  # [C, C] float16: of the inverse
+    iota: Smem  # [1, C]
+
+
+def sum_blocks(block_sums: jax.Array, beta: jax.Array) -> IntraChunk:
+    """On the host: launches the kernel, a CTA of one warpgroup for each chunk of a value head."""
+    batch, heads, n_chunks, num_blocks, *_ = block_sums.shape
+
+    def body(
+        gmem: SumBlocksInputs,
+        intra_gmem: IntraChunk,
+        smem: SharedStorage,
+        beta_full: Barrier,
+    ) -> None:
+        index = ChunkIndex(*map(lax.axis_index, ("sequence", "head", "chunk")))
+        zero = gmem.zero[0]
+        plgpu.copy_gmem_to_smem(index.tile(gmem.beta).at[0], smem.beta_scaling.at[0], beta_full)
+        write_iota(smem.iota.at[0])
+        terms = index.tile(gmem.block_sums)
+
+        def total(which: int) -> Reg:
+            blocks = [terms.at[block, which] for block in range(num_blocks)]
+            loaded = [plgpu.load(x, layout=WGMMA, optimized=False) for x in blocks]
+            return functools.reduce(jnp.add, loaded)
+
+        smem.a_qk[...] = total(Q).astype(BF16)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(smem.a_qk, index.tile(intra_gmem.a_qk))
+        plgpu.barrier_wait(beta_full)
+        write_beta_scaling(smem.beta_scaling.at[0], smem.beta_scaling)
+        plgpu.commit_smem()
+        write_lower(total(K), smem.beta_scaling, smem.lower, zero)
+        inverse = TriangularInverse(smem.lower, smem.work, zero, smem.iota.at[0])
+        write_a_inv(inverse, smem.beta_scaling, smem.a_inv)
+        plgpu.copy_smem_to_gmem(smem.a_inv, index.tile(intra_gmem.a_inv))
+        plgpu.wait_smem_to_gmem(0)
+
+    square: Gmem = jax.ShapeDtypeStruct((batch, heads, n_chunks, CHUNK, CHUNK), BF16)
+    return launch(
+        body,
+        SumBlocksInputs(block_sums, beta, opaque_zero()),
+        IntraChunk(square, square),
+        grid={"chunk": n_chunks, "head": heads, "sequence": batch},
+        num_warpgroups=1,
+        smem=SharedStorage(
+            beta_scaling=plgpu.SMEM((2, CHUNK), F32),
+            a_qk=tile_smem(CHUNK, CHUNK),
+            a_inv=tile_smem(CHUNK, CHUNK),
+            lower=tile_smem(CHUNK, CHUNK, dtype=F16),
+            work=tile_smem(CHUNK, CHUNK, dtype=F16),
+            iota=iota_smem(1, CHUNK),
+        ),
+        barriers=plgpu.Barrier(),
+        name="jfla_sum_blocks",
+    )
