@@ -18,7 +18,7 @@ def _arguments() -> argparse.Namespace:
     add("--shapes", **several, help="of the sets, by name: 'B1 T8192 H32 D128'; all")
     add("--ops", **several, choices=OPS)
     add("--passes", **several, choices=PASSES)
-    add("--gates", **several, choices=GATES, help="strong")
+    add("--gates", **several, choices=GATES, help="production")
     add("--implementations", **several, choices=list(PROVIDERS), help="all that can run")
     add("--json", type=pathlib.Path, help="written after every case; rows in it are kept")
     add("--repeats", type=int, default=0)

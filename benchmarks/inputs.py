@@ -8,13 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from benchmarks.shapes import Case, Gate, Packing
+from benchmarks.gates import decay
+from benchmarks.shapes import Case, Packing
 from jfla import segment_ids_from_cu_seqlens
 
 Arrays = dict[str, Array]
 MAIN = ("q", "k", "v", "g", "beta")  # what every op takes, in this order
-
-SLOW = 1e-3  # what the decay of the slow channel of "mixed" is multiplied by
 
 
 def cu_seqlens(packing: Packing, time: int, segments: int) -> Int[np.ndarray, " S_plus_1"]:
@@ -84,7 +83,7 @@ def _draw(case: Case, seed: int) -> Arrays:
     arrays["q"] = unit(normal(shape.heads, dim))
     arrays["k"] = unit(normal(shape.heads, dim))
     arrays["v"] = normal(value_heads, dim).astype(jnp.bfloat16)
-    arrays["g"] = decay(normal(*gate_shape), case.gate)
+    arrays["g"] = decay(normal(*gate_shape), case.gate, case.op)
     arrays["beta"] = jax.nn.sigmoid(normal(value_heads))
     if case.timed != "decode":
         arrays["do"] = normal(value_heads, dim).astype(jnp.bfloat16)
@@ -92,23 +91,6 @@ def _draw(case: Case, seed: int) -> Arrays:
         state_shape = (shape.batch, value_heads, dim, dim)
         arrays["initial_state"] = jax.random.normal(next(keys), state_shape)
     return arrays
-
-
-def decay(x: Array, gate: Gate) -> Array:
-    """Log decay of every token, of normal x.
-
-    - strong: clip(logsigmoid(x), -5, 0).
-    - weak: the same / 16.
-    - mixed: strong, but the first channel of every head (GDN, which has none: the first head) is
-      1000 times as slow.
-    - sigmoid: -5 sigmoid(x), the bounded gate of models that were published.
-    """
-    if gate == "sigmoid":
-        return -5 * jax.nn.sigmoid(x)
-    g = jnp.clip(jax.nn.log_sigmoid(x), -5, 0)
-    if gate == "weak":
-        return g / 16
-    return g.at[..., 0].multiply(SLOW) if gate == "mixed" else g
 
 
 def size(arrays: Arrays) -> int:

@@ -12,6 +12,8 @@ from jfla import pallas
 from jfla._inputs.chunking import prepare_chunks, to_tokens
 from jfla._inputs.validate import DEFAULTS, validate
 from jfla.cli.cpu import cpu_name as cpu_name
+from jfla.gates import inverse_softplus_step as inverse_softplus_step
+from jfla.gates import log_uniform_rate as log_uniform_rate
 from jfla.pallas.arrays import kernel_arrays
 from jfla.pallas.heuristics import HOPPER_SMS, Dims, scan_v_block, schedule
 from jfla.pallas.heuristics import SUPPORTED_DIMS as SUPPORTED_DIMS

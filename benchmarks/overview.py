@@ -1,7 +1,7 @@
 """The few times that the README shows: ours beside the best of others, at gates that models use.
 
-KDA's times depend on the gate, so they are of the files in `results/sigmoid_gates`, whose decays
-are -5 sigmoid(x); what these lack, and GDN, are of the results that `jfla bench` wrote.
+KDA's times depend on the gate. Those at the gate "production" come first, of the results that
+`jfla bench` wrote and of the files in `results/sigmoid_gates`; in their place stand those at "strong".
 """
 
 import json
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from benchmarks.markdown import table
 from benchmarks.results import FOLDER, Results, Row
-from benchmarks.shapes import Shape
+from benchmarks.shapes import OPS, Shape
 
 SHAPES = (Shape(1, 8192, 32), Shape(8, 4096, 32), Shape(1, 65536, 32))
 OURS = "pallas"
@@ -23,7 +23,10 @@ NAMES = {
 }
 # The passes in which these cut a sequence that comes alone, and drop small decays there.
 CUTS = {"cudnn": ("forward",), "flash_qla": ("forward", "backward")}
-GATES = {"kda": "sigmoid", "gdn": "strong"}
+GATES = {
+    "production": "-5 sigmoid(x), x normal, the bounded gate of published models",
+    "strong": "a log-sigmoid, -5 to 0",
+}
 
 
 class Time(NamedTuple):
@@ -77,13 +80,13 @@ def _key_of_backward(row: Row) -> tuple[str, ...]:
 
 
 def chosen(records: list[Results]) -> list[Time]:
-    """One time of every op, shape and implementation: at the op's gate, or else at strong gates."""
+    """One time of every op, shape and implementation: at the first gate of `GATES` that it has one at."""
     known = [*bench_times(records), *sigmoid_times()]
     found: dict[tuple[str, str, str], Time] = {}
-    for gates in (GATES, {"kda": "strong", "gdn": "strong"}):
+    for gate in GATES:
         for time in known:
             shown = time.shape in map(str, SHAPES) and time.implementation in NAMES
-            if shown and time.gate == gates[time.op]:
+            if shown and time.gate == gate:
                 found.setdefault((time.op, time.shape, time.implementation), time)
     return sorted(found.values(), key=_place)
 
@@ -91,7 +94,7 @@ def chosen(records: list[Results]) -> list[Time]:
 def _place(time: Time) -> tuple[int, ...]:
     shapes = [str(shape) for shape in SHAPES]
     names = list(NAMES)
-    return list(GATES).index(time.op), shapes.index(time.shape), names.index(time.implementation)
+    return OPS.index(time.op), shapes.index(time.shape), names.index(time.implementation)
 
 
 def overview(records: list[Results]) -> str:
@@ -99,7 +102,7 @@ def overview(records: list[Results]) -> str:
     times = chosen(records)
     body = []
     shown = []
-    for op in GATES:
+    for op in OPS:
         for shape in SHAPES:
             row = _row([time for time in times if (time.op, time.shape) == (op, str(shape))])
             if row is not None:
@@ -146,8 +149,8 @@ def _caption(shown: list[Time], record: Results) -> str:
     return "\n".join(
         [
             f"Milliseconds, forward / backward, on one {record.device}; bfloat16, 32 heads,",
-            "K = V = 128; the shortest in bold. KDA with the bounded gate of published models,",
-            "-5 sigmoid(x), x normal; GDN and FLA's KDA with decays of a log-sigmoid, -5 to 0.",
+            "K = V = 128; the shortest in bold.",
+            *_gates(shown),
             "",
             "† drops what decays below a bound: these cut a sequence that comes alone into pieces",
             "(cuDNN in its forward, bound 2^-20; FlashQLA where it finds that faster, e^-10).",
@@ -156,6 +159,21 @@ def _caption(shown: list[Time], record: Results) -> str:
             *_sources(shown),
         ]
     )
+
+
+def _gates(shown: list[Time]) -> list[str]:
+    """The times at each gate, a line a gate."""
+    lines = []
+    for gate, text in GATES.items():
+        of_ops = []
+        for op in OPS:
+            times = [time for time in shown if (time.gate, time.op) == (gate, op)]
+            names = dict.fromkeys(NAMES[time.implementation].split()[0] for time in times)
+            if names:
+                of_ops.append(f"{op.upper()} of {', '.join(names)}")
+        if of_ops:
+            lines.append(f"Decays of {text}: {'; '.join(of_ops)}.")
+    return lines
 
 
 def _sources(shown: list[Time]) -> list[str]:

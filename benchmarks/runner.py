@@ -26,7 +26,7 @@ Notify = Callable[[int, int, str], None]  # done, total, what comes next
 class Plan:
     """What to measure.
 
-    An empty tuple is the default: every op and pass, strong gates, the sets "paper" and "decode" on
+    An empty tuple is the default: every op and pass, the gate "production", the sets "paper" and "decode" on
     a GPU and "quick" elsewhere, all shapes of the sets, and every implementation that can run here;
     on a GPU that runs the kernels without "xla" and "scan", which take minutes there.
     """
@@ -64,7 +64,7 @@ class Plan:
             sets=self.sets or (("paper", "decode") if gpu else ("quick",)),
             ops=self.ops or OPS,
             passes=self.passes or (PASSES if gpu else PASSES[:4]),  # the stages are kernels
-            gates=self.gates or ("strong",),
+            gates=self.gates or ("production",),
             implementations=self.implementations or _default_implementations(),
             repeats=self.repeats or (7 if gpu else 3),
         )

@@ -5,12 +5,20 @@ from typing import Literal
 
 Op = Literal["kda", "gdn"]
 Pass = Literal["forward", "backward", "forward+backward", "decode", "scan+output"]
-Gate = Literal["strong", "weak", "mixed", "sigmoid"]
+Gate = Literal["production", "published", "recorded", "strong", "weak", "mixed", "reset"]
 Packing = Literal["uniform", "random", "skewed"]
 
 OPS: tuple[Op, ...] = ("kda", "gdn")
 PASSES: tuple[Pass, ...] = ("forward", "backward", "forward+backward", "decode", "scan+output")
-GATES: tuple[Gate, ...] = ("strong", "weak", "mixed", "sigmoid")
+GATES: tuple[Gate, ...] = (
+    "production",
+    "published",
+    "recorded",
+    "strong",
+    "weak",
+    "mixed",
+    "reset",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +58,7 @@ class Case:
     op: Op
     timed: Pass
     shape: Shape
-    gate: Gate = "strong"
+    gate: Gate = "production"
 
     def __str__(self) -> str:
         return f"{self.op} {self.timed}, {self.shape}, {self.gate}"
@@ -75,11 +83,14 @@ SETS: dict[str, tuple[Shape, ...]] = {
         Shape(8, 2048, 32, 256),
         Shape(8, 1024, 8, 64),
     ),
-    "packed": tuple(
-        Shape(1, time, 32, packing=packing, segments=segments)
-        for time in (4096, 8192, 16384)
-        for segments in (10, 20)
-        for packing in ("uniform", "random", "skewed")
+    "packed": (
+        *(
+            Shape(1, time, 32, packing=packing, segments=segments)
+            for time in (4096, 8192, 16384)
+            for segments in (10, 20)
+            for packing in ("uniform", "random", "skewed")
+        ),
+        Shape(1, 16384, 32, packing="uniform", segments=64),
     ),
     "decode": tuple(Shape(batch, 1, 32) for batch in (1, 8, 64, 256)),
 }

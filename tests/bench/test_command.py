@@ -40,7 +40,8 @@ def test_the_benchmarks_meet_private_parts_of_the_library_in_one_file():
         for path in BENCHMARKS.rglob("*.py")
         if any(x.startswith("jfla.") for x in imported(path))
     ]
-    assert inside == ["internals.py"]
+    # The second trains the demo's model.
+    assert sorted(inside) == ["internals.py", "record_gates.py"]
 
 
 def test_the_command_measures_draws_and_merges(

@@ -1,11 +1,13 @@
 """Cases and their inputs: what is combined with what, and that the numbers are of the kind that is asked for."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import inputs
+from benchmarks import gates, inputs
 from benchmarks.cost import cost
 from benchmarks.shapes import OPS, PASSES, SETS, Case, Shape, cases, chosen
 
@@ -24,7 +26,7 @@ def test_the_named_sets_hold_what_they_are_named_for():
     assert Shape(1, 8192, 16, value_heads=32) in SETS["paper"]
     packed = {(shape.time, shape.segments, shape.packing) for shape in SETS["packed"]}
     kinds = ("uniform", "random", "skewed")
-    assert packed == {
+    assert packed == {(16384, 64, "uniform")} | {
         (time, s, kind) for time in (4096, 8192, 16384) for s in (10, 20) for kind in kinds
     }
     assert {(shape.batch, shape.heads, shape.dim) for shape in SETS["packed"]} == {(1, 32, 128)}
@@ -62,7 +64,15 @@ def test_shapes_are_chosen_by_name():
 
 
 @pytest.mark.parametrize(
-    ("op", "gate"), [("kda", "strong"), ("kda", "mixed"), ("gdn", "weak"), ("kda", "sigmoid")]
+    ("op", "gate"),
+    [
+        ("kda", "strong"),
+        ("kda", "mixed"),
+        ("gdn", "weak"),
+        ("kda", "production"),
+        ("kda", "recorded"),
+        ("gdn", "recorded"),
+    ],
 )
 def test_inputs_are_unit_keys_bounded_decays_and_never_zeros(op: str, gate: str):
     x = inputs.draw(Case(op, "forward+backward", TINY, gate), 0)
@@ -75,7 +85,7 @@ def test_inputs_are_unit_keys_bounded_decays_and_never_zeros(op: str, gate: str)
     assert x["g"].shape == ((2, 128, 2, 16) if op == "kda" else (2, 128, 2))
     assert all(float(jnp.mean(a == 0)) < 0.01 for a in x.values())
     lowest = float(x["g"].min())
-    assert -5 <= lowest < 0
+    assert (-200 if gate == "recorded" else -5) <= lowest < 0
     assert (lowest > -0.5) == (gate == "weak")
 
 
@@ -84,11 +94,38 @@ def test_one_channel_of_the_mixed_gate_is_slow():
     assert float(-g[..., 0].mean()) < 1e-2 < 0.1 < float(-g[..., 1:].mean())
 
 
-def test_the_sigmoid_gate_is_that_of_bounded_models():
+def test_the_production_gate_is_that_of_bounded_models():
     """-5 sigmoid(x): half of the decays are beyond -2.5."""
-    g = inputs.draw(Case("kda", "forward", TINY, "sigmoid"), 0)["g"]
+    g = inputs.draw(Case("kda", "forward", TINY, "production"), 0)["g"]
     assert float(jnp.mean(g < -2.5)) == pytest.approx(0.5, abs=0.05)
     assert float(g.min()) < -4
+
+
+@pytest.mark.parametrize("op", ["kda", "gdn"])
+def test_the_published_gate_is_that_of_a_new_layer(op: str):
+    """-exp(a_log) softplus(x + dt_bias), with steps of 1e-3 to 0.1 and rates of 1 to 16 where x is 0."""
+    heads = (64, 16) if op == "kda" else (64,)
+    at_zero = gates.decay(jnp.zeros((1, 1, *heads)), "published", op)
+    assert -1.6 <= float(at_zero.min()) < -0.5
+    assert -0.01 < float(at_zero.max()) <= -1e-3
+    g = inputs.draw(Case(op, "forward", TINY, "published"), 0)["g"]
+    assert float(g.min()) < -0.1
+
+
+def test_the_recorded_gate_has_the_quantiles_of_the_model():
+    quantiles = gates.recorded("kda")
+    g = inputs.draw(Case("kda", "forward", dataclasses.replace(TINY, time=4096), "recorded"), 0)[
+        "g"
+    ]
+    for head in range(g.shape[2]):
+        found = np.quantile(g[:, :, head], [0.25, 0.5, 0.75])
+        np.testing.assert_allclose(found, quantiles[head, [16, 32, 48]], rtol=0.05)
+
+
+def test_half_of_the_reset_gates_empty_the_state():
+    g = inputs.draw(Case("gdn", "forward", TINY, "reset"), 0)["g"]
+    assert set(np.unique(g)) == {-1000.0, 0.0}
+    assert float(jnp.mean(g == 0)) == pytest.approx(0.5, abs=0.1)
 
 
 def test_one_head_of_the_mixed_gate_is_slow_where_there_are_no_channels():

@@ -25,7 +25,7 @@ def test_its_conventions_are_ours(op: str, shape: Shape, monkeypatch: pytest.Mon
     record = Results("a CPU", "cpu", "2000-01-02", None, {}, Ceilings(1.0, 1.0), [])
     found = {}
     for timed in ("forward", "forward+backward"):
-        case = Case(op, timed, shape, "sigmoid")
+        case = Case(op, timed, shape, "production")
         monkeypatch.setitem(
             runner.PROVIDERS, "jla", runner.PROVIDERS["jla"]._replace(build=peer_jla.build)
         )

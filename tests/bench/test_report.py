@@ -25,9 +25,11 @@ def record() -> Results:
     """Invented times of an invented GPU."""
     rows = []
     for name, ms in (("pallas", 0.5), ("fla", 1.25)):
-        forward = results.timed_row(Case("kda", "forward", SHAPE), name, _timing(ms), CEILINGS)
+        forward = results.timed_row(
+            Case("kda", "forward", SHAPE, "strong"), name, _timing(ms), CEILINGS
+        )
         forward.errors = {"output": 3e-3, "final_state": 2e-3}
-        case = Case("kda", "forward+backward", SHAPE)
+        case = Case("kda", "forward+backward", SHAPE, "strong")
         both = results.timed_row(case, name, _timing(4 * ms), CEILINGS)
         both.errors = {"output": 3e-3, "dq": 4e-3, "dg": 6e-3}
         rows += [forward, both, results.backward_row(case, forward, both, CEILINGS)]
@@ -36,7 +38,7 @@ def record() -> Results:
     )
     rows.append(Row("kda", "forward", str(SHAPE), "strong", "cudnn", refused="closed today"))
     decode = results.timed_row(
-        Case("kda", "decode", Shape(1, 1, 32)), "pallas", _timing(0.01), CEILINGS
+        Case("kda", "decode", Shape(1, 1, 32), "strong"), "pallas", _timing(0.01), CEILINGS
     )
     return Results(
         "NVIDIA X", "gpu", "2000-01-02", "abc", {"jax": "9.9"}, CEILINGS, [*rows, decode]
@@ -140,7 +142,7 @@ def sigmoid_gates(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> No
     folder = tmp_path / "invented"
     (folder / "sigmoid_gates").mkdir(parents=True)
     (folder / "sigmoid_gates" / "a.json").write_text(
-        json.dumps({"gate": "sigmoid", "clocks": {"w": "Sundial"}, "rows": rows})
+        json.dumps({"gate": "production", "clocks": {"w": "Sundial"}, "rows": rows})
     )
     monkeypatch.setattr(overview, "FOLDER", folder)
 
@@ -166,7 +168,7 @@ def test_the_overview_has_the_gates_of_models_and_says_who_drops_what(record: Re
 def test_what_the_bench_timed_at_the_gate_of_models_comes_first(record: Results):
     for row in list(record.rows):
         if row.implementation == "pallas":
-            record.rows.append(dataclasses.replace(row, gate="sigmoid"))
+            record.rows.append(dataclasses.replace(row, gate="production"))
     assert "| KDA 1 x 8192 | **0.500** / **1.50** |" in overview.overview([record])
 
 

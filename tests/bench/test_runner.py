@@ -59,7 +59,7 @@ def test_a_run_has_a_row_for_everything_and_keeps_it(tmp_path: pathlib.Path):
     plan = Plan(ops=("gdn",), passes=("backward",), json=path, repeats=2)
     record = runner.run(plan, lambda done, total, text: said.append(f"{done}/{total} {text}"))
     rows = {(row.implementation, row.timed): row for row in record.rows}
-    assert said[0] == "0/2 gdn forward, B1 T64 H1 D8, strong: scan"
+    assert said[0] == "0/2 gdn forward, B1 T64 H1 D8, production: scan"
     for timed in ("forward", "forward+backward"):
         row = rows["scan", timed]
         assert row.ms > 0
@@ -168,7 +168,7 @@ def test_merging_loses_no_row_and_relates_all_to_the_best_ceilings(tmp_path: pat
         Timing(ms, ms, ms, ms, "device", 7),
         Ceilings(2.0, 100.0),
     )
-    no = lambda name: Row("kda", "forward", str(TINY), "strong", name, refused="out of memory")
+    no = lambda name: Row("kda", "forward", str(TINY), "production", name, refused="out of memory")
     first = _file(
         tmp_path / "1",
         2.0,
