@@ -9,7 +9,7 @@ Every exponent is a sum of decays over a span of tokens (see running_sums.py): i
 import functools
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from jfla.xla.running_sums import sum_after, sum_after_adjoint, sum_before, sum_before_adjoint
 from jfla.xla.triangular import halves, halving_sizes, join, join_diagonal, off_diagonal
@@ -54,12 +54,16 @@ def decayed_dot_adjoint(
 
 
 def _pair_decay(g: Float[Array, "*batch C 1"]) -> Float[Array, "*batch C C"]:
-    size = g.shape[-2]
-    strictly_lower = jnp.tri(size, k=-1, dtype=bool)
-    lower = jnp.tri(size, dtype=bool)
-    batch = (1,) * (g.ndim - 2)
-    g = jnp.where(strictly_lower.reshape(*batch, size, size), g, 0)
-    return jnp.exp(jnp.where(lower.reshape(*batch, size, size), sum_before(g), -jnp.inf))
+    strictly_lower = _lower(g.ndim, g.shape[-2], k=-1)
+    lower = _lower(g.ndim, g.shape[-2], k=0)
+    sums = sum_before(jnp.where(strictly_lower, g, 0))
+    return jnp.exp(jnp.where(lower, sums, -jnp.inf))
+
+
+def _lower(ndim: int, size: int, k: int) -> Bool[Array, "*ones C C"]:
+    """True up to diagonal k."""
+    mask = jnp.tri(size, k=k, dtype=bool)
+    return mask.reshape((1,) * (ndim - 2) + mask.shape)
 
 
 def _scalar(rows: Array, k: Array, g: Array) -> Array:
@@ -72,8 +76,7 @@ def _scalar_adjoint(rows: Array, k: Array, g: Array, d_dot: Array) -> tuple[Arra
     dk = jnp.einsum("...rij,...rid->...jd", d_dot, rows)
     path = [(1, 2), (0, 1)]
     pairs = jnp.einsum("...rij,...rid,...jd->...ij", d_dot, rows, k, optimize=path)
-    strictly_lower = jnp.tri(g.shape[-2], k=-1, dtype=bool)
-    strictly_lower = strictly_lower.reshape((1,) * (pairs.ndim - 2) + strictly_lower.shape)
+    strictly_lower = _lower(pairs.ndim, g.shape[-2], k=-1)
     dg = jnp.where(strictly_lower, sum_before_adjoint(pairs), 0)
     return drows, dk, jnp.sum(dg, axis=-1, keepdims=True)
 

@@ -43,8 +43,10 @@ def _running_sum(x: Tokens, reverse: bool) -> Tokens:
 
 
 def _previous(x: Tokens) -> Tokens:
-    return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(1, 0), (0, 0)])[..., :-1, :]
+    first = jnp.zeros_like(x[..., :1, :])
+    return jnp.concatenate([first, x[..., :-1, :]], axis=-2)
 
 
 def _next(x: Tokens) -> Tokens:
-    return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, 1), (0, 0)])[..., 1:, :]
+    last = jnp.zeros_like(x[..., :1, :])
+    return jnp.concatenate([x[..., 1:, :], last], axis=-2)

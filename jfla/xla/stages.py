@@ -30,12 +30,18 @@ def _factored_qk(inputs: Inputs, options: Options, x: ChunkInputs) -> FactoredQK
     q, k = (_whole_chunks(a, inputs) for a in (inputs.q, inputs.k))
     ones = x._replace(q=jnp.full_like(x.q, options.scale), k=jnp.ones_like(x.k))
     decays = forward.decayed_qk(ones)
-    rows = [a[..., 0] for a in (decays.q_from_start, decays.k_from_start, decays.k_to_end)]
+    q_from_start = decays.q_from_start[..., 0]
+    k_from_start = decays.k_from_start[..., 0]
+    k_to_end = decays.k_to_end[..., 0]
     if options.qk_norm:
-        q_norm, k_norm = (_inverse_norms(a, x.q.shape[2]) for a in (q, k))
-        rows = [rows[0] * q_norm, rows[1] * k_norm, rows[2] * k_norm]
-    chunk_decay = jnp.broadcast_to(decays.chunk_decay, rows[0].shape)
-    return FactoredQK(q, k, _chunks_third(jnp.stack([*rows, chunk_decay], axis=-2)))
+        q_norm = _inverse_norms(q, x.q.shape[2])
+        k_norm = _inverse_norms(k, x.q.shape[2])
+        q_from_start = q_from_start * q_norm
+        k_from_start = k_from_start * k_norm
+        k_to_end = k_to_end * k_norm
+    chunk_decay = jnp.broadcast_to(decays.chunk_decay, k_to_end.shape)
+    factors = jnp.stack([q_from_start, k_from_start, k_to_end, chunk_decay], axis=-2)
+    return FactoredQK(q, k, _chunks_third(factors))
 
 
 def _inverse_norms(x: Float[Array, "B T H K"], value_heads: int) -> Float[Array, "N B HV C"]:
@@ -87,7 +93,9 @@ def chunk_grads(inputs: Inputs, options: Options, scans: ScanResults) -> ChunkGr
     """The gradients of every chunk, for q and k as the caller passed them."""
     x, _ = prepare_chunks(inputs, options)
     states = _chunks_first(scans.states.mT)
-    v_new, do, dv = (to_chunks(a) for a in (scans.v_new, scans.do, scans.dv))
+    v_new = to_chunks(scans.v_new)
+    do = to_chunks(scans.do)
+    dv = to_chunks(scans.dv)
     error = x.v - forward.decayed_qk(x).k_from_start @ states
     y = dv / jnp.where(x.beta == 0, 1, x.beta)[..., None]
     dstates = _chunks_first(scans.dstates.mT)

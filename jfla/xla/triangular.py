@@ -28,9 +28,13 @@ def join(
 
 def off_diagonal(x: Float[Array, "*batch C C"], size: int) -> Float[Array, "*batch M s s"]:
     """The squares below the diagonal blocks of 2 * size tokens: late rows, early columns."""
-    blocks = x.shape[-1] // (2 * size)
-    x = x.reshape(*x.shape[:-2], -1, 2, size, blocks, 2, size)[..., 1, :, :, 0, :]
-    return jnp.moveaxis(jnp.diagonal(x, axis1=-4, axis2=-2), -1, -3)
+    *batch, rows, columns = x.shape
+    halved_rows = (rows // (2 * size), 2, size)
+    halved_columns = (columns // (2 * size), 2, size)
+    x = x.reshape(*batch, *halved_rows, *halved_columns)
+    late_rows_early_columns = x[..., 1, :, :, 0, :]
+    squares = jnp.diagonal(late_rows_early_columns, axis1=-4, axis2=-2)
+    return jnp.moveaxis(squares, -1, -3)
 
 
 def join_diagonal(
@@ -50,5 +54,6 @@ def unit_lower_inverse(lower: Float[Array, "*batch C C"]) -> Float[Array, "*batc
     for size in halving_sizes(lower.shape[-1]):
         early = inverse[..., 0::2, :, :]
         late = inverse[..., 1::2, :, :]
-        inverse = join_diagonal(inverse, -late @ (off_diagonal(lower, size) @ early))
+        squares = -late @ (off_diagonal(lower, size) @ early)
+        inverse = join_diagonal(inverse, squares)
     return inverse[..., 0, :, :]
