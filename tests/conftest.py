@@ -9,8 +9,7 @@ import shutil
 import pytest
 from jaxtyping import install_import_hook
 
-# These need PyTorch and a checkout of Flash Linear Attention. A conftest.py beside them would have this one's name, and
-# with --doctest-modules both are imported as `conftest`.
+# These need PyTorch and a checkout of Flash Linear Attention.
 collect_ignore = [f"conformance/{name}.py" for name in ("fla_adapter", "fla_plugin", "run_fla")]
 
 # Shapes in the annotations are checked at every call. `jfla.api` and `jfla._inputs.validate` are left out: bad

@@ -1,9 +1,10 @@
 """The caller's arrays as the kernels read them: whole chunks, bf16, packing as decay resets; and cotangents back."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jfla._inputs.canonicalize import without_padding
@@ -83,7 +84,7 @@ def _resets(inputs: Inputs, grid: Aligned | None) -> Float[Array, "B T"] | None:
     return jnp.pad(rows, ((0, 0), (0, -rows.shape[1] % CHUNK)), constant_values=1.0)
 
 
-def _whole_chunks(x: Array, dtype: Any, inputs: Inputs, grid: Aligned | None) -> Array:
+def _whole_chunks(x: Array, dtype: DTypeLike, inputs: Inputs, grid: Aligned | None) -> Array:
     """[B, T, ..] in `dtype`, 0 on padding, whatever was there, and in the tail of the last chunk."""
     x = x.astype(dtype)
     if grid is not None:

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 
 from jfla.pallas.mgpu.types import MemorySpec, Smem
 
@@ -14,7 +15,7 @@ BF16 = jnp.bfloat16
 F16 = jnp.float16
 
 
-def tile_smem(*shape: int, dtype: Any = BF16) -> MemorySpec:
+def tile_smem(*shape: int, dtype: DTypeLike = BF16) -> MemorySpec:
     """[.., rows, columns] tiles that TMA writes and the tensor cores read, with a swizzle of 128 bytes."""
     columns = 128 // jnp.dtype(dtype).itemsize
     tiling: Any = plgpu.TilingTransform  # to a type checker it is abstract

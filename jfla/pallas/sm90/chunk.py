@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from jfla.pallas.arrays import (
@@ -30,6 +31,7 @@ from jfla.pallas.sm90.grads_gdn.kernel import grads_gdn, result_shapes, sum_over
 from jfla.pallas.sm90.grads_kda.kernel import grads_kda
 from jfla.pallas.sm90.intra_gdn import IntraGdnConfig, intra_gdn
 from jfla.pallas.sm90.intra_kda.kernel import intra_kda
+from jfla.pallas.sm90.qk_tiles import QkOptions
 from jfla.pallas.sm90.results import IntraResults, KernelGrads
 from jfla.pallas.sm90.scan.spec import ScanConfig
 from jfla.pallas.sm90.scan.split_time import split_ends, split_states, stretch_end
@@ -69,21 +71,19 @@ def grads_kernel(
     schedule: Schedule,
     intra_results: IntraResults,
     scans: ScanResults,
-    out_dtype: Any = None,
+    out_dtype: DTypeLike | None = None,
 ) -> KernelGrads:
     """The gradients of every chunk, which do not depend on each other."""
     static = qk_options(x, inputs, options)
-    out_dtype = query_dtype(inputs) if out_dtype is None else out_dtype
+    dtype = query_dtype(inputs) if out_dtype is None else out_dtype
     if not options.op.scalar_gate:
-        return grads_kda(qkg_operands(x, inputs), scans, static, out_dtype)
+        return grads_kda(qkg_operands(x, inputs), scans, static, dtype)
     qk = intra_results.qk
     tokens = intra_results.token_scalars
-    return sum_over_channel_blocks(
-        grads_gdn(qk, tokens, scans, static, schedule.num_sms, out_dtype)
-    )
+    return sum_over_channel_blocks(grads_gdn(qk, tokens, scans, static, schedule.num_sms, dtype))
 
 
-def query_dtype(inputs: Inputs) -> Any:
+def query_dtype(inputs: Inputs) -> DTypeLike:
     """Of dq and dk as the gradient kernels leave them: float32 where value heads are left to sum."""
     whole = inputs.q.dtype == BF16 and inputs.q.shape[2] == inputs.v.shape[2]
     return BF16 if whole else F32
@@ -220,7 +220,9 @@ class _BySpan:
     The states of one span only are ever in memory. Results go into references to the whole.
     """
 
-    def __init__(self, options: Options, schedule: Schedule, static: Any, out_dtype: Any):
+    def __init__(
+        self, options: Options, schedule: Schedule, static: QkOptions, out_dtype: DTypeLike
+    ):
         self.options = options
         self.schedule = schedule
         self.static = static

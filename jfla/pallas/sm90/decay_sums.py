@@ -7,13 +7,12 @@ The matrices stream from global memory through one shared tile: LLVM materialise
 time as register operands too late for wgmma, and a part of it is then missing.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 
 from jfla.pallas.mgpu.iota import block_of, paired_blocks, per_column, per_row
 from jfla.pallas.mgpu.mma import dot, zeros
@@ -89,7 +88,7 @@ def _paired(step: Index, near: int) -> tuple[jax.Array, jax.Array]:
     return paired, level
 
 
-def stack_matrices(dtype: Any, *matrices: np.ndarray) -> jax.Array:
+def stack_matrices(dtype: DTypeLike, *matrices: np.ndarray) -> jax.Array:
     """[len(matrices), C, C]: float16 to sum log2 decays, bfloat16 for the adjoint."""
     return jnp.asarray(np.stack(matrices) / (GATE_SCALE if dtype == F16 else 1.0), dtype)
 

@@ -3,13 +3,14 @@
 `Inputs`, `Options` and the columns of a CTA -> `DecodeSpec`, `DecodeOperands`, `DecodeOutputs`.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from jfla.pallas.mgpu.smem import F32
@@ -86,15 +87,15 @@ class DecodeSpec(NamedTuple):
     gate: GateKind
     options: Options
     num_states: int  # B, or the slots of a pool
-    initial_dtype: Any  # float32 or bfloat16
-    v_dtype: Any
+    initial_dtype: DTypeLike  # float32 or bfloat16
+    v_dtype: DTypeLike
 
     @property
     def v_blocks(self) -> int:
         return self.value_dim // self.v_block
 
     @property
-    def final_dtype(self) -> Any:
+    def final_dtype(self) -> DTypeLike:
         return jnp.dtype(self.options.state_dtype or F32)
 
     @property

@@ -17,7 +17,7 @@ from jfla.pallas.mgpu.copies import load_with_layout, store_from_layout
 from jfla.pallas.mgpu.mma import WGMMA, zeros
 from jfla.pallas.mgpu.overlap import Kernel, PendingResults, ReadyFlags
 from jfla.pallas.mgpu.smem import transposed
-from jfla.pallas.mgpu.types import Gmem, Index, Reg
+from jfla.pallas.mgpu.types import Gmem, Index, Reg, Smem
 from jfla.pallas.sm90.chunk_index import TILE_V, ChunkIndex
 from jfla.pallas.sm90.scan.spec import (
     MAX_K_IN_REGISTERS,
@@ -121,7 +121,7 @@ class ScanCta(NamedTuple):
         """A chunk in shared memory, for one consumer warpgroup."""
         chunks = self.smem.chunks
 
-        def at_stage(ref: Any) -> Any:
+        def at_stage(ref: Smem) -> Smem:
             return None if ref is None else ref.at[stage]
 
         k_to_end = chunks.k_from_start if self.spec.scalar_gate else chunks.k_to_end

@@ -10,12 +10,13 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 from jaxtyping import Array, Int
 
 from jfla.pallas.heuristics import HOPPER_SMEM_BYTES
 from jfla.pallas.mgpu.opaque import opaque_zero
 from jfla.pallas.mgpu.smem import F32, num_bytes, tile_smem
-from jfla.pallas.mgpu.types import Gmem, MemorySpec, Reg, Smem
+from jfla.pallas.mgpu.types import Barrier, Gmem, MemorySpec, Reg, Smem
 from jfla.pallas.sm90.chunk_index import TILE_V, TimeSpan
 from jfla.pallas.sm90.token_decay import TokenDecay, decay_smem
 from jfla.stages import QK, FactoredQK, IntraChunk
@@ -87,12 +88,12 @@ def gmem_operands(
     qk: QK,
     intra: IntraChunk,
     values: jax.Array,
-    initial: Any,
+    initial: Gmem,
     *,
     queries: bool = True,
     span: TimeSpan | None = None,
-    added: Any = None,
-    segments: Any = None,
+    added: Gmem = None,
+    segments: Gmem = None,
 ) -> GmemOperands:
     """Without `queries` the step uses neither q nor a_qk."""
     scalar_gate = isinstance(qk, FactoredQK)
@@ -127,9 +128,9 @@ def segment_table(first_chunk: Int[Array, "B S_plus_1"]) -> Int[Array, "B S 3"]:
 class ScanOutputs(NamedTuple):
     """What a scan writes; None for what it does not, or what references take."""
 
-    stores: tuple[Any, ...]  # of every chunk
-    checkpoints: Any  # [B, HV, checkpoints, V, K] float32
-    last: Any  # [B, HV, splits, V, K] float32, or [B, HV, K, V] or [B, S, HV, K, V] in the caller's dtype
+    stores: tuple[Gmem, ...]  # of every chunk
+    checkpoints: Gmem  # [B, HV, checkpoints, V, K] float32
+    last: Gmem  # [B, HV, splits, V, K] float32, or [B, HV, K, V] or [B, S, HV, K, V] in the caller's dtype
 
 
 class ScanSpec(NamedTuple):
@@ -147,7 +148,7 @@ class ScanSpec(NamedTuple):
     time_splits: int = 1  # spans of time that run side by side, or packed segments
     last: Literal["every split", "caller", None] = "every split"
     num_checkpoints: int = 0  # of so many equal spans the state at the start is stored
-    last_dtype: Any = F32  # of the last state as the caller has it
+    last_dtype: DTypeLike = F32  # of the last state as the caller has it
     group_chunks: int | None = (
         None  # the last state of every group of so many chunks; needs one split and no span
     )
@@ -218,7 +219,7 @@ class ScanSpec(NamedTuple):
         return self._replace(operands=self.operands._replace(initial=zeros))
 
 
-def is_state(x: Any) -> bool:
+def is_state(x: Gmem) -> bool:
     """Whether a store is a tile of states [B, HV, N, V, K], not rows [B, T, HV, V]."""
     return len(x.shape) == 5
 
@@ -234,8 +235,8 @@ class SharedStorage(NamedTuple):
 class PipelineBarriers(NamedTuple):
     """mbarriers of one scan, one for each pipeline stage."""
 
-    full: Any  # the chunk is in shared memory: an arrival for each copy
-    empty: Any  # the consumers are done with it: an arrival for each warpgroup
+    full: Barrier  # the chunk is in shared memory: an arrival for each copy
+    empty: Barrier  # the consumers are done with it: an arrival for each warpgroup
 
 
 def shared_storage(specs: tuple[ScanSpec, ...], config: ScanConfig) -> tuple[int, SharedStorage]:
@@ -257,7 +258,7 @@ def _chunks_smem(specs: tuple[ScanSpec, ...], num_wgs: int, stages: int) -> TmaO
     used = [any(x is not None for x in field) for field in zip(*(s.operands.chunks for s in specs))]
     uses = TmaOperands(*used)
 
-    def tile(wanted: Any, columns: int) -> MemorySpec:
+    def tile(wanted: bool, columns: int) -> MemorySpec:
         return tile_smem(stages, CHUNK, columns) if wanted else None
 
     return TmaOperands(

@@ -5,14 +5,13 @@ that store nothing but their last state; the chain of maps is a few small matmul
 of a device's stretch, where time is split over devices as well.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
 from jfla import affine
 from jfla.pallas.mgpu.overlap import run
 from jfla.pallas.mgpu.smem import F32
+from jfla.pallas.mgpu.types import Gmem
 from jfla.pallas.sm90.scan.pipeline import scan_kernel
 from jfla.pallas.sm90.scan.spec import ScanConfig
 from jfla.pallas.sm90.scan.steps import split_adjoint_spec, split_map_specs
@@ -25,7 +24,7 @@ def split_states(
     qk: QK,
     intra: IntraChunk,
     v: jax.Array,
-    initial: Any,
+    initial: Gmem,
     config: ScanConfig,
     time_splits: int,
     stretch: Stretch | None = None,
@@ -60,7 +59,7 @@ def split_ends(
     intra: IntraChunk,
     v: jax.Array,
     do: jax.Array,
-    ends: tuple[Any, Any],
+    ends: tuple[Gmem, Gmem],
     config: ScanConfig,
     time_splits: int,
     entered: Entered | None = None,
@@ -84,7 +83,7 @@ def stretch_end(
     qk: QK,
     intra: IntraChunk,
     do: jax.Array,
-    d_final: Any,
+    d_final: Gmem,
     config: ScanConfig,
     entered: Entered,
     split_r: jax.Array,
@@ -94,7 +93,7 @@ def stretch_end(
     return _leave(entered, _first(d_final), split_r, d).mT[:, :, None]
 
 
-def _leave(entered: Entered, d_final: Any, r: jax.Array, d: jax.Array) -> jax.Array:
+def _leave(entered: Entered, d_final: Gmem, r: jax.Array, d: jax.Array) -> jax.Array:
     """dS after a device's stretch, from the maps of its splits."""
 
     def at_start(d_final: jax.Array) -> jax.Array:
@@ -104,7 +103,7 @@ def _leave(entered: Entered, d_final: Any, r: jax.Array, d: jax.Array) -> jax.Ar
     return entered.stretch.leave(d_final[:, None], entered.r, at_start)[:, 0]
 
 
-def _first(state: Any) -> jax.Array | None:
+def _first(state: Gmem) -> jax.Array | None:
     """[B, HV, K, V] of [B, HV, 1, V, K]."""
     return None if state is None else state[:, :, 0].mT
 

@@ -13,15 +13,15 @@ Everything is transposed, [V, C] and [V, K]: see spec.py.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 
 from jfla.pallas.mgpu.mma import dots, dots_while, load, zeros
 from jfla.pallas.mgpu.overlap import PendingResults, run
 from jfla.pallas.mgpu.smem import BF16, F32, transposed
-from jfla.pallas.mgpu.types import Reg, Smem
+from jfla.pallas.mgpu.types import Gmem, Reg, Smem
 from jfla.pallas.sm90.chunk_index import TimeSpan
 from jfla.pallas.sm90.scan.pipeline import scan_kernel
 from jfla.pallas.sm90.scan.spec import ChunkTiles, ScanConfig, ScanSpec, Store, gmem_operands
@@ -149,13 +149,13 @@ def output_scan_kernel(
     qk: QK,
     intra: IntraChunk,
     v: jax.Array,
-    initial: Any,
+    initial: Gmem,
     config: ScanConfig,
     *,
-    final_dtype: Any,
+    final_dtype: DTypeLike | None,
     num_checkpoints: int = 0,
     group_chunks: int | None = None,
-    segments: Any = None,
+    segments: Gmem = None,
 ) -> PendingResults:
     """ScanOutputs: stores (o [B, T, HV, V],), checkpoints, and the last state [B, HV, K, V] in `final_dtype`.
 
@@ -171,7 +171,7 @@ def output_scan_kernel(
         time_splits=num_splits(initial, segments),
         last=None if final_dtype is None else "caller",
         num_checkpoints=num_checkpoints,
-        last_dtype=final_dtype,
+        last_dtype=F32 if final_dtype is None else final_dtype,
         group_chunks=group_chunks,
     )
     pending = scan_kernel((spec,), config, "jfla_output_scan")
@@ -183,14 +183,14 @@ def backward_scans_kernel(
     intra: IntraChunk,
     v: jax.Array,
     do: jax.Array,
-    ends: tuple[Any, Any],
+    ends: tuple[Gmem, Gmem],
     config: ScanConfig,
     *,
     keep_dstate: bool,
     span: TimeSpan | None = None,
     group_chunks: int | None = None,
-    segments: Any = None,
-) -> tuple[ScanResults, Any]:
+    segments: Gmem = None,
+) -> tuple[ScanResults, Gmem]:
     """`ScanResults`, and dS^T where every time split begins if it is kept: the two scans in one launch.
 
     `ends` is (S^T before time, dS^T after it), each None for zeros, of every segment of a `segment_table`. With
@@ -217,10 +217,10 @@ def _states_spec(
     qk: QK,
     intra: IntraChunk,
     v: jax.Array,
-    initial: Any,
+    initial: Gmem,
     n_chunks: int,
     span: TimeSpan | None,
-    segments: Any,
+    segments: Gmem,
 ) -> ScanSpec:
     """S^T at each chunk's start and v_new: what the backward reads of the forward."""
     time_splits = num_splits(initial, segments)
@@ -238,11 +238,11 @@ def _backward_spec(
     qk: QK,
     intra: IntraChunk,
     do: jax.Array,
-    d_final: Any,
+    d_final: Gmem,
     n_chunks: int,
     keep_dstate: bool,
     span: TimeSpan | None,
-    segments: Any,
+    segments: Gmem,
 ) -> ScanSpec:
     """dS^T at each chunk's end and dv, and dS^T before the first chunk."""
     return ScanSpec(
@@ -256,7 +256,7 @@ def _backward_spec(
     )
 
 
-def num_splits(initial: Any, segments: Any = None) -> int:
+def num_splits(initial: Gmem, segments: Gmem = None) -> int:
     """Time splits of a scan that begins from these states, or its segments."""
     if segments is not None:
         return segments.shape[1]
