@@ -162,7 +162,7 @@ def chunk_gdn(
     and gradients come back in the dtype of their argument; padding has output and gradients of exactly 0.
 
     **Rounding:** "xla" computes in float32 at the highest matmul precision (float64 if an input is float64). "pallas"
-    rounds float16 to bfloat16, multiplies bfloat16 and accumulates in float32; the gates' sums, the state between
+    multiplies bfloat16, or float16 if q, k and v are, and accumulates in float32; the gates' sums, the state between
     chunks and what a gradient is summed from are float32.
 
     **Raises:** `ValueError` naming the argument, what was expected and what came; `NotImplementedError` with the reason

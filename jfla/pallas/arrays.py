@@ -1,4 +1,4 @@
-"""The caller's arrays as the kernels read them: whole chunks, bf16, packing as decay resets; and cotangents back."""
+"""The caller's arrays as the kernels read them: whole chunks, 16 bits, packing as decay resets; and cotangents back."""
 
 from typing import NamedTuple
 
@@ -11,14 +11,14 @@ from jfla._inputs.canonicalize import without_padding
 from jfla.gates import Gate, l2norm, log_decay, write_strength
 from jfla.packing import Aligned, align, starts, take_rows
 from jfla.pallas.heuristics import Dims
-from jfla.pallas.mgpu.smem import BF16, F32
+from jfla.pallas.mgpu.smem import BF16, F16, F32
 from jfla.pallas.sm90.chunk_index import CHANNEL_BLOCK
 from jfla.pallas.sm90.gate import LOG2E, STRONGEST, gate_kind, gate_parameters, reset_rows
 from jfla.pallas.sm90.qk_tiles import QkgOperands, QkOptions
 from jfla.pallas.sm90.results import KernelGrads
 from jfla.pallas.sm90.scan.spec import segment_table
 from jfla.parallel.varying import vary_with
-from jfla.types import CHUNK, Inputs, Options, State
+from jfla.types import CHUNK, Inputs, Options, State, Value
 
 # A write strength of 0 becomes this, so that dbeta can be read off what was written: 1.5e-8 is nothing beside bf16, and
 # its root, which scales rows and columns of the float16 inverse, is in float16's range.
@@ -52,7 +52,13 @@ class KernelArrays(NamedTuple):
 
 
 def kernel_arrays(inputs: Inputs, options: Options) -> KernelArrays:
-    """Of validated inputs. float16 becomes bfloat16, which the kernels compute with."""
+    """Of validated inputs, in `operand_dtype`."""
+    dtype = operand_dtype(inputs, options)
+    q = inputs.q
+    k = inputs.k
+    if options.qk_norm and dtype == F16:
+        q = l2norm(q)
+        k = l2norm(k)
     g_dtype = inputs.g.dtype if inputs.g.dtype in (BF16, F32) else F32
     beta = nonzero_beta(write_strength(inputs.beta, options.beta_max).astype(F32))
     grid = None
@@ -63,15 +69,54 @@ def kernel_arrays(inputs: Inputs, options: Options) -> KernelArrays:
     one_state = inputs.initial_state is None or inputs.initial_state.ndim == 4
     to_state = to_kernel_state if one_state else to_kernel_states
     return KernelArrays(
-        q=_whole_chunks(inputs.q, BF16, inputs, grid),
-        k=_whole_chunks(inputs.k, BF16, inputs, grid),
-        v=_whole_chunks(inputs.v, BF16, inputs, grid),
+        q=_whole_chunks(q, dtype, inputs, grid),
+        k=_whole_chunks(k, dtype, inputs, grid),
+        v=_whole_chunks(inputs.v, dtype, inputs, grid),
         g=_whole_chunks(inputs.g, g_dtype, inputs, grid),
         beta=_whole_chunks(beta, F32, inputs, grid),
         initial=to_state(inputs.initial_state),
         resets=_resets(inputs, grid),
         grid=grid,
     )
+
+
+def operand_dtype(inputs: Inputs, options: Options) -> DTypeLike:
+    """What q, k, v and all that meets them on the tensor cores is rounded to.
+
+    float16 where q, k and v are, and the gate is a scalar: bfloat16's digits are too few for it. Its range suffices,
+    since the factors that multiply rows are at most 1 once q and k are normalised outside of the kernels. KDA's factors
+    go up to 2^110, so that it computes in bfloat16.
+    """
+    all_half = all(x.dtype == F16 for x in (inputs.q, inputs.k, inputs.v))
+    return F16 if options.op.scalar_gate and all_half else BF16
+
+
+def cotangent_scale(
+    inputs: Inputs, d_output: Value, d_final: State | None
+) -> Float[Array, " B"] | None:
+    """For every row the power of two that brings its largest cotangent to 1 .. 2; None for packed rows.
+
+    A loss may be scaled, and be a mean: float16 then overflows in a sum over tokens, or has no digits. A packed row has
+    no scale of its own: its sequences would depend on each other.
+    """
+    if inputs.segment_ids is not None:
+        return None
+    largest = _largest(d_output)
+    if d_final is not None:
+        largest = jnp.maximum(largest, _largest(d_final))
+    usable = jnp.isfinite(largest) & (largest > 0)
+    _, exponent = jnp.frexp(jnp.where(usable, largest, 1.0))
+    return jnp.ldexp(jnp.ones_like(largest), 1 - exponent)
+
+
+def _largest(x: Float[Array, "B *rest"]) -> Float[Array, " B"]:
+    return jnp.max(jnp.abs(x.astype(F32)), axis=tuple(range(1, x.ndim)))
+
+
+def times_rows(x: Float[Array, "B *rest"], scale: Float[Array, " B"]) -> Float[Array, "B *rest"]:
+    """x with every row of the batch multiplied by a number."""
+    factor = scale.reshape(-1, *(1,) * (x.ndim - 1))
+    return (x * factor).astype(x.dtype)
 
 
 def _resets(inputs: Inputs, grid: Aligned | None) -> Float[Array, "B T"] | None:
@@ -113,11 +158,12 @@ def to_kernel_states(
 
 def kernel_cotangent(
     do: Float[Array, "B T HV V"],
+    dtype: DTypeLike,
     inputs: Inputs,
     grid: Aligned | None,
 ) -> Float[Array, "B T_whole HV V"]:
-    """The cotangent of the output like v: whole chunks, bf16, 0 on padding."""
-    return _whole_chunks(do, BF16, inputs, grid)
+    """The cotangent of the output like v: whole chunks, in `dtype`, 0 on padding."""
+    return _whole_chunks(do, dtype, inputs, grid)
 
 
 def to_tokens(
@@ -164,7 +210,9 @@ def qkg_operands(x: KernelArrays, inputs: Inputs) -> QkgOperands:
 def qk_options(x: KernelArrays, inputs: Inputs, options: Options) -> QkOptions:
     """The static part of what the kernels do to q, k and g."""
     time = inputs.q.shape[1] if x.grid is None else x.q.shape[1]
-    return QkOptions(options.scale, options.qk_norm, time, gate_kind(inputs.gate))
+    return QkOptions(
+        options.scale, options.qk_norm and x.q.dtype == BF16, time, gate_kind(inputs.gate)
+    )
 
 
 def cotangents(
@@ -223,7 +271,8 @@ def _to_query(dx: Array, x: Array, inputs: Inputs, options: Options) -> Array:
     batch, time, heads, key_dim = x.shape
     if dx.shape[2] != heads:
         dx = jnp.sum(dx.reshape(batch, time, heads, -1, key_dim), axis=3)
-    if options.qk_norm and key_dim > CHANNEL_BLOCK:
+    half = operand_dtype(inputs, options) == F16
+    if options.qk_norm and (key_dim > CHANNEL_BLOCK or half):
         norm = lambda x: l2norm(without_padding(x, inputs.segment_ids))
         (dx,) = jax.vjp(norm, x)[1](dx)
     return dx.astype(x.dtype)

@@ -179,6 +179,35 @@ def test_kernels_compile_as_written_down(op, dims, raw, batch, capfd, monkeypatc
 
 
 @pytest.mark.aot
+@pytest.mark.parametrize(
+    ("dims", "qk_norm", "batch"),
+    [
+        pytest.param((128, 128), True, 64, marks=pytest.mark.slow),
+        pytest.param((128, 128), False, 16, marks=pytest.mark.slow),
+        pytest.param((256, 256), True, 1, marks=pytest.mark.slow),
+        ((64, 64), False, 1),
+    ],
+)
+def test_float16_does_not_spill(dims, qk_norm, batch, capfd, monkeypatch):
+    """Forward and backward of a scalar gate, whose matmuls are in float16 then."""
+    monkeypatch.setitem(os.environ, "MOSAIC_GPU_DUMP_PTXAS", "1")
+    arrays, static = describe("gdn", dims, qk_norm, batch)
+    half = {name: jax.ShapeDtypeStruct(arrays[name].shape, jnp.float16) for name in "qkv"}
+
+    def both(arrays: dict[str, Any]) -> dict[str, Any]:
+        chunk = lambda x: jfla.chunk_gdn(**x, **static, return_final_state=True)
+        out, adjoint = jax.vjp(chunk, arrays)
+        return adjoint(out)[0]
+
+    compile_for_h200(both, arrays | half)
+    now = facts("".join(capfd.readouterr()), {})
+    assert len(now) >= 4
+    for kernel, found in now.items():
+        assert not found["spilled bytes"], kernel
+        assert "serialized" not in found, kernel
+
+
+@pytest.mark.aot
 @pytest.mark.parametrize(("op", "dims", "time", "batch", "how"), DECODE_CONFIGURATIONS)
 def test_the_decode_kernel_compiles_as_written_down(op, dims, time, batch, how, capfd, monkeypatch):
     """No spilled register, and the state goes through device memory 16 bytes at a time: every number once each way.

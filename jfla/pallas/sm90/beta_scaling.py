@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jfla.pallas.mgpu.iota import per_column, per_row
 from jfla.pallas.mgpu.mma import ROWS
 from jfla.pallas.mgpu.opaque import pin
-from jfla.pallas.mgpu.smem import BF16, F16
+from jfla.pallas.mgpu.smem import F16
 from jfla.pallas.mgpu.triangular import TriangularInverse
 from jfla.pallas.mgpu.types import Index, Reg, Smem
 from jfla.types import CHUNK
@@ -40,7 +40,7 @@ def write_lower(lower: Reg, scaling_smem: Smem, tile_smem: Smem, zero: Index) ->
 
 
 def write_a_inv(inverse: TriangularInverse, scaling_smem: Smem, a_inv_smem: Smem) -> None:
-    """(I + diag(beta) L)^-1 diag(beta) into a bf16 tile, from what `write_lower` left."""
+    """(I + diag(beta) L)^-1 diag(beta) into a 16-bit tile, from what `write_lower` left."""
     x = scale_rows_and_columns(inverse(), scaling_smem, inverse.zero, inverse=True)
-    a_inv_smem[...] = x.astype(BF16)
+    a_inv_smem[...] = x.astype(a_inv_smem.dtype)
     plgpu.commit_smem()

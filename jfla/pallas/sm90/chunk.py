@@ -13,19 +13,22 @@ from jaxtyping import Array
 from jfla.pallas.arrays import (
     KernelArrays,
     chunk_major,
+    cotangent_scale,
     cotangents,
     kernel_arrays,
     kernel_cotangent,
     log2_decays,
+    operand_dtype,
     qk_options,
     qkg_operands,
+    times_rows,
     to_kernel_state,
     to_kernel_states,
     to_tokens,
 )
 from jfla.pallas.heuristics import Schedule
 from jfla.pallas.mgpu.overlap import PendingResults, overlap, run
-from jfla.pallas.mgpu.smem import BF16, F32
+from jfla.pallas.mgpu.smem import BF16, F16, F32
 from jfla.pallas.sm90.chunk_index import TimeSpan
 from jfla.pallas.sm90.grads_gdn.kernel import grads_gdn, result_shapes, sum_over_channel_blocks
 from jfla.pallas.sm90.grads_kda.kernel import grads_kda
@@ -150,11 +153,32 @@ def backward(
     d_output: Value,
     d_final: State | None,
 ) -> Inputs:
-    """Cotangents of the inputs: the two scans, then the gradients of every chunk, then what is elementwise."""
+    """Cotangents of the inputs; those of the results are brought into float16's range where it computes."""
+    scale = None
+    if operand_dtype(inputs, options) == F16 and residuals.entered is None:
+        scale = cotangent_scale(inputs, d_output, d_final)
+    if scale is None:
+        return _backward(inputs, options, schedule, residuals, d_output, d_final)
+    d_output = times_rows(d_output.astype(F32), scale)
+    if d_final is not None:
+        d_final = times_rows(d_final, scale)
+    d = _backward(inputs, options, schedule, residuals, d_output, d_final)
+    return jax.tree.map(lambda x: times_rows(x, 1 / scale), d)
+
+
+def _backward(
+    inputs: Inputs,
+    options: Options,
+    schedule: Schedule,
+    residuals: Residuals,
+    d_output: Value,
+    d_final: State | None,
+) -> Inputs:
+    """The two scans, then the gradients of every chunk, then what is elementwise."""
     x = kernel_arrays(inputs, options)
     with jax.named_scope("jfla_intra"):
         intra_results = run(intra_kernel(x, inputs, options, schedule, with_a=False))
-    do = kernel_cotangent(d_output, inputs, x.grid)
+    do = kernel_cotangent(d_output, x.v.dtype, inputs, x.grid)
     group_chunks = options.chunks_per_state
     one_state = group_chunks is None and x.grid is None
     d_last = to_kernel_state(d_final) if one_state else to_kernel_states(d_final)
@@ -278,7 +302,7 @@ class _BySpan:
         shapes = result_shapes((batch, time, heads, key_dim), n_chunks, self.static, self.out_dtype)
         if d_last is None:
             d_last = jnp.zeros((batch, heads, 1, value_dim, key_dim), F32)
-        dv_shape = jax.ShapeDtypeStruct(x.v.shape, BF16)
+        dv_shape = jax.ShapeDtypeStruct(x.v.shape, x.v.dtype)
         grads, dv, d_first = pl.run_state(fill)(
             (jax.tree.map(unwritten, shapes), unwritten(dv_shape), d_last)
         )

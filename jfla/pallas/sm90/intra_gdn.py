@@ -23,7 +23,7 @@ from jfla.pallas.mgpu.mma import COLS, ROWS, dot, zeros
 from jfla.pallas.mgpu.opaque import opaque_zero, pin
 from jfla.pallas.mgpu.overlap import Kernel, PendingResults, ReadyFlags
 from jfla.pallas.mgpu.scheduler import TileScheduler, WorkTile
-from jfla.pallas.mgpu.smem import BF16, F16, F32, tile_smem, transposed
+from jfla.pallas.mgpu.smem import F16, F32, tile_smem, transposed
 from jfla.pallas.mgpu.triangular import TriangularInverse, masks_smem, write_masks
 from jfla.pallas.mgpu.types import Barrier, Gmem, Index, MemorySpec, Reg, Smem
 from jfla.pallas.sm90.beta_scaling import write_a_inv, write_beta_scaling, write_lower
@@ -58,6 +58,7 @@ class IntraGdnSpec(NamedTuple):
     num_tiles: int  # of 64 channels of K
     wgs_per_cta: int
     with_intra: bool
+    dtype: DTypeLike  # of q, k and the A matrices: bfloat16 or float16
 
     @property
     def loads_qk(self) -> bool:
@@ -75,8 +76,8 @@ class IntraGdnSpec(NamedTuple):
 class IntraGdnInputs(NamedTuple):
     """Global memory that the kernel reads."""
 
-    q: Gmem  # [B, T, H, K] bf16
-    k: Gmem  # [B, T, H, K] bf16
+    q: Gmem  # [B, T, H, K] bfloat16 or float16
+    k: Gmem  # [B, T, H, K] the same
     token_inputs: Gmem  # [B, HV, N, 1 or 2, C] float32: see LOG2_DECAY
     zero: Gmem  # of `opaque_zero`
 
@@ -101,7 +102,7 @@ class TokenVectors(NamedTuple):
 
 
 class SharedStorage(NamedTuple):
-    """Shared memory of a CTA. `q` and `k` are pairs (bf16 tiles, float16 tiles): see `_qk_smem`."""
+    """Shared memory of a CTA. `q` and `k` are pairs (tiles in their dtype, float16 tiles): see `_qk_smem`."""
 
     masks: Smem  # of `write_masks`, one for all warpgroups
     q: Smem
@@ -216,7 +217,7 @@ def compute_a(ctx: IntraGdnWarpgroup, intra_gmem: IntraChunk) -> None:
     a_inv_smem = ctx.qk.k.at[ctx.opaque_index(0)]
     qk_dots = decayed_dots(ctx, Q)  # before the mask, which would be live across the dots
     a_qk = jnp.where(ctx.lower_mask(), qk_dots, zeros(CHUNK, CHUNK))
-    a_qk_smem[...] = a_qk.astype(BF16)
+    a_qk_smem[...] = a_qk.astype(a_qk_smem.dtype)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(a_qk_smem, index.tile(intra_gmem.a_qk))
     write_lower(decayed_dots(ctx, K), beta_scaling, ctx.lower, ctx.work.zero)
@@ -255,7 +256,7 @@ def intra_gdn(
     `token_inputs` [B, HV, N, 1 or 2, C] float32: log2 decay; and beta, unless the caller has the
     `IntraChunk`s, which are then None in the results.
     """
-    spec = _intra_spec(q.shape, token_inputs.shape, options, config.wgs_per_cta)
+    spec = _intra_spec(q, token_inputs.shape, options, config.wgs_per_cta)
     scheduler = TileScheduler(spec.grid.num_tiles, config.max_ctas, config.wgs_per_cta)
 
     def body(
@@ -302,15 +303,16 @@ def intra_gdn(
 
 
 def _intra_spec(
-    q_shape: tuple[int, ...], inputs_shape: tuple[int, ...], options: QkOptions, wgs_per_cta: int
+    q: jax.Array, inputs_shape: tuple[int, ...], options: QkOptions, wgs_per_cta: int
 ) -> IntraGdnSpec:
     batch, heads, n_chunks, num_token_inputs, _ = inputs_shape
     return IntraGdnSpec(
         options=options,
         grid=ChunkGrid(batch, heads, n_chunks),
-        num_tiles=q_shape[-1] // TILE_K,
+        num_tiles=q.shape[-1] // TILE_K,
         wgs_per_cta=wgs_per_cta,
         with_intra=num_token_inputs > BETA,
+        dtype=q.dtype,
     )
 
 
@@ -338,18 +340,18 @@ def _warpgroup(
 
 
 def _own_tiles(tiles_smem: Smem, row: Index, last_tile: Index) -> tuple[Smem, Smem]:
-    """In the kernel: a warpgroup's bf16 tiles of q or of k, and its last float16 tile."""
+    """In the kernel: a warpgroup's tiles of q or of k, and its last float16 tile."""
     if tiles_smem is None:
         return None, None
-    bf16_tiles, f16_tiles = tiles_smem
-    return bf16_tiles.at[row], f16_tiles.at[row, last_tile]
+    own_tiles, f16_tiles = tiles_smem
+    return own_tiles.at[row], f16_tiles.at[row, last_tile]
 
 
 def _output_shapes(spec: IntraGdnSpec) -> IntraGdnOutputs:
     def per_chunk(rows: int, dtype: DTypeLike) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((*spec.grid, rows, CHUNK), dtype)
 
-    square: Gmem = per_chunk(CHUNK, BF16)
+    square: Gmem = per_chunk(CHUNK, spec.dtype)
     return IntraGdnOutputs(
         factors=per_chunk(4, F32),
         token_scalars=per_chunk(spec.num_token_scalars, F32),
@@ -377,7 +379,7 @@ def _shared_storage(spec: IntraGdnSpec) -> SharedStorage:
 
 
 def _qk_smem(spec: IntraGdnSpec) -> MemorySpec:
-    """All warpgroups' bf16 tiles of q or of k, and as many float16 ones; each uses its last.
+    """All warpgroups' tiles of q or of k, and as many float16 ones; each uses its last.
 
     With more than one tile the two share their memory: the inverse is computed when the dots have
     read q and k. With one tile they lie apart, because a_qk and a_inv are staged in it. The race
@@ -385,11 +387,11 @@ def _qk_smem(spec: IntraGdnSpec) -> MemorySpec:
     apart too.
     """
     shape = (spec.wgs_per_cta, spec.num_tiles, CHUNK, TILE_K)
-    bf16_tiles = tile_smem(*shape, dtype=BF16)
+    own_tiles = tile_smem(*shape, dtype=spec.dtype)
     f16_tiles = tile_smem(*shape, dtype=F16)
     if spec.num_tiles > 1 and not interpreting():
-        return plgpu.RefUnion(bf16_tiles, f16_tiles)
-    return bf16_tiles, f16_tiles
+        return plgpu.RefUnion(own_tiles, f16_tiles)
+    return own_tiles, f16_tiles
 
 
 def _barriers(spec: IntraGdnSpec) -> Barriers:

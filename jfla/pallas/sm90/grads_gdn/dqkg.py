@@ -26,7 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jfla.pallas.mgpu.iota import iota2d, per_column, per_row
 from jfla.pallas.mgpu.mma import COLS, ROWS, dots, load, zeros
 from jfla.pallas.mgpu.opaque import pin
-from jfla.pallas.mgpu.smem import BF16, F32, transposed
+from jfla.pallas.mgpu.smem import F32, transposed
 from jfla.pallas.mgpu.types import Gmem, Index, Layout, Reg, Smem
 from jfla.pallas.sm90.chunk_index import TILE_K
 from jfla.pallas.sm90.grads_gdn.smem import (
@@ -124,7 +124,7 @@ def write_pair_weights(ctx: GradsGdnWarpgroup, weights: Reg) -> None:
     column = iota2d(1, CHUNK, ctx.iota)
     row = iota2d(0, CHUNK)
     strictly_lower = jnp.where(column < row, weights, zero)
-    weights_smem[...] = strictly_lower.astype(BF16)
+    weights_smem[...] = strictly_lower.astype(weights_smem.dtype)
 
 
 def constant_norm_grads(ctx: GradsGdnWarpgroup, sums: SumsOverV) -> tuple[Reg, Reg]:
@@ -244,7 +244,7 @@ def _store_tile(x: Reg, staging_smem: Smem, x_gmem: Gmem) -> None:
     if x_gmem.dtype == F32:
         x_gmem[...] = x
     else:
-        staging_smem[...] = x.astype(BF16)
+        staging_smem[...] = x.astype(staging_smem.dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(staging_smem, x_gmem)
 

@@ -237,6 +237,7 @@ def _spec(scans: ScanResults, options: QkOptions, num_token_scalars: int) -> Gra
         num_tiles=min(key_dim, CHANNEL_BLOCK) // TILE_K,
         v_tiles=value_dim // TILE_V,
         num_token_scalars=num_token_scalars,
+        dtype=scans.v_new.dtype,
     )
 
 

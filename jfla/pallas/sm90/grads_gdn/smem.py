@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 
 from jfla.pallas.heuristics import HOPPER_SMEM_BYTES
 from jfla.pallas.mgpu.iota import iota_smem, per_row
@@ -45,8 +46,8 @@ G_UP_TO, G_AFTER, G_CHUNK = range(3)  # of SharedStorage.g_terms
 class GradsGdnInputs(NamedTuple):
     """Global memory that the kernel reads; and the results of a `TimeSpan`, which it writes."""
 
-    q: Gmem  # [B, T, H, K] bf16
-    k: Gmem  # [B, T, H, K] bf16
+    q: Gmem  # [B, T, H, K] bfloat16 or float16
+    k: Gmem  # [B, T, H, K] the same
     scans: ScanResults
     factors: Gmem  # [B, HV, N, 4, C] float32: see `FactoredQK`
     token_scalars: Gmem  # [B, HV, N, 1 or 3, C] float32: see `intra_gdn.LOG2_CUM`
@@ -64,10 +65,11 @@ class GradsGdnSpec(NamedTuple):
     num_tiles: int  # of 64 channels, in a channel block: 1 (K = 64) or 2
     v_tiles: int  # of 64 columns of V
     num_token_scalars: int  # 1, or 3 under qk_norm
+    dtype: DTypeLike  # of all tiles: bfloat16 or float16
 
 
 class SharedStorage(NamedTuple):
-    """Shared memory of a CTA: tiles are [C, 64] bf16, vectors [C] float32."""
+    """Shared memory of a CTA: tiles are [C, 64] of 16 bits, vectors [C] float32."""
 
     states: Smem  # [stages, 2, num_tiles] tiles: 64 rows of S^T and of dS^T
     values: Smem  # [stages, 3] tiles: do, dv, v_new
@@ -203,11 +205,14 @@ def _storage_with_stages(spec: GradsGdnSpec, stages: int) -> SharedStorage:
     def vectors(*lead: int) -> MemorySpec:
         return plgpu.SMEM((*lead, CHUNK), F32)
 
+    def tiles(*shape: int) -> MemorySpec:
+        return tile_smem(*shape, dtype=spec.dtype)
+
     return SharedStorage(
-        states=tile_smem(stages, 2, spec.num_tiles, TILE_V, TILE_K),
-        values=tile_smem(stages, 3, CHUNK, TILE_V),
-        qk=tile_smem(2, spec.num_tiles, CHUNK, TILE_K),
-        weights=tile_smem(2, CHUNK, CHUNK),
+        states=tiles(stages, 2, spec.num_tiles, TILE_V, TILE_K),
+        values=tiles(stages, 3, CHUNK, TILE_V),
+        qk=tiles(2, spec.num_tiles, CHUNK, TILE_K),
+        weights=tiles(2, CHUNK, CHUNK),
         factors=vectors(4),
         token_scalars=vectors(spec.num_token_scalars),
         diagonals=vectors(2),

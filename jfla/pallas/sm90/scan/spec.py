@@ -41,7 +41,10 @@ class ScanConfig(NamedTuple):
 
 
 class ChunkTiles(NamedTuple):
-    """A chunk in shared memory, as the step of one consumer warpgroup sees it; None for what its scan does not use."""
+    """A chunk in shared memory, as the step of one consumer warpgroup sees it; None for what its scan does not use.
+
+    Tiles are bfloat16 or, if q, k and v are, float16.
+    """
 
     decay: TokenDecay
     q_from_start: Smem  # [C, K]
@@ -50,7 +53,12 @@ class ChunkTiles(NamedTuple):
     a_qk: Smem  # [C, C]
     a_inv: Smem  # [C, C]
     values: Smem  # [C, 64]: this warpgroup's columns of v or do
-    state: Smem  # [64, K] bf16: the left operand where registers are too few for it, else None
+    state: Smem  # [64, K]: the left operand where registers are too few for it, else None
+
+    @property
+    def dtype(self) -> DTypeLike:
+        """Of all operands of matmuls."""
+        return self.values.dtype
 
 
 Store = Callable[[int, Reg], None]
@@ -245,8 +253,9 @@ def shared_storage(specs: tuple[ScanSpec, ...], config: ScanConfig) -> tuple[int
     num_wgs = config.num_consumer_wgs
     stored = [(TILE_V, spec.key_dim) if is_state(x) else (CHUNK, TILE_V) for x in spec.stores]
     own_state = spec.key_dim > MAX_K_IN_REGISTERS and not spec.stores_states
-    staging = tuple(tile_smem(num_wgs, *shape) for shape in stored)
-    state = tile_smem(num_wgs, TILE_V, spec.key_dim) if own_state else None
+    dtype = spec.operands.chunks.values.dtype
+    staging = tuple(tile_smem(num_wgs, *shape, dtype=dtype) for shape in stored)
+    state = tile_smem(num_wgs, TILE_V, spec.key_dim, dtype=dtype) if own_state else None
     room = config.smem_bytes - num_bytes((staging, state))
     stages = min(config.stages, room // num_bytes(_chunks_smem(specs, num_wgs, 1)))
     return stages, SharedStorage(_chunks_smem(specs, num_wgs, stages), staging, state)
@@ -258,8 +267,10 @@ def _chunks_smem(specs: tuple[ScanSpec, ...], num_wgs: int, stages: int) -> TmaO
     used = [any(x is not None for x in field) for field in zip(*(s.operands.chunks for s in specs))]
     uses = TmaOperands(*used)
 
+    dtype = spec.operands.chunks.values.dtype
+
     def tile(wanted: bool, columns: int) -> MemorySpec:
-        return tile_smem(stages, CHUNK, columns) if wanted else None
+        return tile_smem(stages, CHUNK, columns, dtype=dtype) if wanted else None
 
     return TmaOperands(
         k_from_start=tile(True, spec.key_dim),
@@ -268,7 +279,7 @@ def _chunks_smem(specs: tuple[ScanSpec, ...], num_wgs: int, stages: int) -> TmaO
         k_to_end=tile(uses.k_to_end, spec.key_dim),
         a_qk=tile(uses.a_qk, CHUNK),
         a_inv=tile(uses.a_inv, CHUNK),
-        values=tile_smem(stages, num_wgs, CHUNK, TILE_V),
+        values=tile_smem(stages, num_wgs, CHUNK, TILE_V, dtype=dtype),
     )
 
 

@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 
 from jfla.pallas.mgpu.mma import dots, dots_while, load, zeros
 from jfla.pallas.mgpu.overlap import PendingResults, run
-from jfla.pallas.mgpu.smem import BF16, F32, transposed
+from jfla.pallas.mgpu.smem import F32, transposed
 from jfla.pallas.mgpu.types import Gmem, Reg, Smem
 from jfla.pallas.sm90.chunk_index import TimeSpan
 from jfla.pallas.sm90.scan.pipeline import scan_kernel
@@ -45,7 +45,7 @@ def _state_operand(
     store: Store | None = None,
 ) -> tuple[Reg | Smem, Callable[[], None]]:
     """(left wgmma operand, deferred store) of the state. The store, if any, is best while the tensor cores work."""
-    state16 = state.astype(BF16)
+    state16 = state.astype(tiles.dtype)
     if tiles.state is None:
         return state16, lambda: None if store is None else store(0, state16)
     if store is None:
@@ -70,7 +70,7 @@ def _output_step(state: Reg, tiles: ChunkTiles, store: Store) -> Reg:
         [(operand, transposed(tiles.k_from_start))],
         [(operand, transposed(tiles.q_from_start))],
     )
-    error = (values - times(predicted_v, k_factor)).astype(BF16)
+    error = (values - times(predicted_v, k_factor)).astype(tiles.dtype)
 
     def decay() -> tuple[Reg, Reg, Reg | None]:
         decayed = tiles.decay.decay_state(state)
@@ -78,8 +78,8 @@ def _output_step(state: Reg, tiles: ChunkTiles, store: Store) -> Reg:
 
     (v_new,), (decayed, read, k_factor) = dots_while(decay, [(error, transposed(tiles.a_inv))])
     state, output = dots(
-        (decayed, (times(v_new, k_factor).astype(BF16), tiles.k_to_end)),
-        (read, (v_new.astype(BF16), transposed(tiles.a_qk))),
+        (decayed, (times(v_new, k_factor).astype(tiles.dtype), tiles.k_to_end)),
+        (read, (v_new.astype(tiles.dtype), transposed(tiles.a_qk))),
     )
     store(0, output)
     return state
@@ -105,14 +105,14 @@ def forward_step(
     (predicted_v,), (values, k_factor) = dots_while(
         meanwhile, [(operand, transposed(tiles.k_from_start))]
     )
-    error = (values - times(predicted_v, k_factor)).astype(BF16)
+    error = (values - times(predicted_v, k_factor)).astype(tiles.dtype)
     (v_new,), (decayed, k_factor) = dots_while(
         lambda: (tiles.decay.decay_state(state), tiles.decay.factor(K_TO_END)),
         [(error, transposed(tiles.a_inv))],
     )
     if store is not None:
         store(1, v_new)
-    return dots((decayed, (times(v_new, k_factor).astype(BF16), tiles.k_to_end)))[0]
+    return dots((decayed, (times(v_new, k_factor).astype(tiles.dtype), tiles.k_to_end)))[0]
 
 
 def backward_step(dstate: Reg, tiles: ChunkTiles, store: Store | None) -> Reg:
@@ -123,7 +123,7 @@ def backward_step(dstate: Reg, tiles: ChunkTiles, store: Store | None) -> Reg:
 
     def meanwhile() -> tuple[Reg, Reg | None]:
         store_dstate()
-        scaled_do = tiles.decay.scale_tokens(do.astype(F32), Q_FROM_START).astype(BF16)
+        scaled_do = tiles.decay.scale_tokens(do.astype(F32), Q_FROM_START).astype(tiles.dtype)
         return scaled_do, None if few_registers else tiles.decay.factor(K_TO_END)
 
     (from_dstate, dv_new), (scaled_do, k_factor) = dots_while(
@@ -131,14 +131,14 @@ def backward_step(dstate: Reg, tiles: ChunkTiles, store: Store | None) -> Reg:
     )
     if few_registers:
         k_factor = tiles.decay.factor(K_TO_END)
-    dv_new = (dv_new + times(from_dstate, k_factor)).astype(BF16)
+    dv_new = (dv_new + times(from_dstate, k_factor)).astype(tiles.dtype)
     (dv,), (decayed, k_factor) = dots_while(
         lambda: (tiles.decay.decay_state(dstate), tiles.decay.factor(K_FROM_START)),
         [(dv_new, tiles.a_inv)],
     )
     if store is not None:
         store(1, dv)
-    erased = times(-dv, k_factor).astype(BF16)
+    erased = times(-dv, k_factor).astype(tiles.dtype)
     return dots((decayed, (scaled_do, tiles.q_from_start), (erased, tiles.k_from_start)))[0]
 
 
@@ -167,7 +167,7 @@ def output_scan_kernel(
         _output_step,
         gmem_operands(qk, intra, v, initial, segments=segments),
         qk.scalar_gate,
-        stores=(jax.ShapeDtypeStruct(v.shape, BF16),),
+        stores=(jax.ShapeDtypeStruct(v.shape, v.dtype),),
         time_splits=num_splits(initial, segments),
         last=None if final_dtype is None else "caller",
         num_checkpoints=num_checkpoints,
@@ -269,8 +269,8 @@ def _states_and_values(
     n_chunks: int,
 ) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
     batch, _, heads, value_dim = v.shape
-    states = jax.ShapeDtypeStruct((batch, heads, n_chunks, value_dim, qk.key_dim), BF16)
-    values = jax.ShapeDtypeStruct((batch, n_chunks * CHUNK, heads, value_dim), BF16)
+    states = jax.ShapeDtypeStruct((batch, heads, n_chunks, value_dim, qk.key_dim), v.dtype)
+    values = jax.ShapeDtypeStruct((batch, n_chunks * CHUNK, heads, value_dim), v.dtype)
     return states, values
 
 
