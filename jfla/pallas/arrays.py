@@ -60,7 +60,8 @@ def kernel_arrays(inputs: Inputs, options: Options) -> KernelArrays:
         q = l2norm(q)
         k = l2norm(k)
     g_dtype = inputs.g.dtype if inputs.g.dtype in (BF16, F32) else F32
-    beta = nonzero_beta(write_strength(inputs.beta, options.beta_max).astype(F32))
+    beta = write_strength(inputs.beta, options.beta_max)
+    beta = nonzero_beta(beta.astype(F32))
     grid = None
     if options.aligned_segments:
         assert inputs.segment_ids is not None
@@ -185,13 +186,19 @@ def chunk_major(*x: Float[Array, "B T HV"]) -> Float[Array, "B HV N S C"]:
 
     Stacked before the transpose: two arrays would be two transposes of XLA, a kernel each.
     """
-    rows = [a.reshape(a.shape[0], -1, CHUNK, a.shape[2]) for a in x]
-    return jnp.moveaxis(jnp.stack(rows, axis=2), -1, 1)
+    rows = []
+    for a in x:
+        batch, _, heads = a.shape
+        rows.append(a.reshape(batch, -1, CHUNK, heads))
+    stacked = jnp.stack(rows, axis=2)
+    return jnp.moveaxis(stacked, -1, 1)
 
 
 def log2_decays(x: KernelArrays, inputs: Inputs) -> Float[Array, "B T HV"]:
     """Scalar gate: log2 decay of every token, with resets; 0 in the tail."""
-    log2 = jnp.maximum(log_decay(x.g, inputs.gate)[..., 0].astype(F32) * LOG2E, STRONGEST)
+    natural = log_decay(x.g, inputs.gate)[..., 0]
+    log2 = natural.astype(F32) * LOG2E
+    log2 = jnp.maximum(log2, STRONGEST)
     if x.resets is None:
         in_time = jnp.arange(log2.shape[1])[None, :, None] < inputs.q.shape[1]
         log2 = jnp.where(in_time, log2, 0.0)
