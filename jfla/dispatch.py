@@ -10,7 +10,9 @@ from jfla.pallas import support
 from jfla.pallas.context import interpreting, target
 from jfla.pallas.heuristics import decode_v_block, dims_of, schedule
 from jfla.pallas.padding import pad_channels, padded_sizes, without_padded_channels
+from jfla.parallel import dims
 from jfla.parallel.explicit_time import split_by_type
+from jfla.parallel.split import why_gathered
 from jfla.types import OPS, DeltaRuleOutput, Form, Implementation, Inputs, Op, Options
 
 _LOG = logging.getLogger("jfla")
@@ -60,6 +62,10 @@ def choose(form: Form, inputs: Inputs, options: Options, wanted: Implementation 
         if form == "chunk":
             sizes = padded_sizes(inputs).items()
             detail += "".join(f", {letter} = {size} padded to {to}" for letter, (size, to) in sizes)
+        named = dims.inputs_of(options) if form == "chunk" else dims.recurrent_inputs_of(inputs)
+        gathered = why_gathered((named,), (inputs,))
+        if gathered is not None:
+            detail += f"; gathered, every device runs the whole call: {gathered}"
         return Choice(name, "pallas", _why_not_xla(wanted), detail, by_platform)
     if wanted == "pallas":
         raise NotImplementedError(f'implementation="pallas" cannot take this call: {reason}')
@@ -169,10 +175,10 @@ def _recurrent_pallas(inputs: Inputs, options: Options, choice: Choice) -> Delta
     from jfla.pallas.sm90 import decode
     from jfla.reference import recurrent
 
-    dims = dims_of(inputs)
+    sizes = dims_of(inputs)
     num_sms = support.num_sms(inputs)
     plan = decode.DecodePlan(
-        decode_v_block(dims.value_dim, dims.sequences, num_sms),
+        decode_v_block(sizes.value_dim, sizes.sequences, num_sms),
         interpret=interpreting(),
         by_platform=choice.by_platform,
         num_sms=num_sms,

@@ -57,6 +57,11 @@ def inputs_of(options: Options) -> Any:
     return INPUTS
 
 
+def recurrent_inputs_of(inputs: Inputs) -> Any:
+    """The names for the inputs of a recurrent call."""
+    return INPUTS if inputs.state_slots is None else POOL_INPUTS
+
+
 def output_of(options: Options) -> Any:
     """The names for the output of a chunked call."""
     if options.per_segment_state or options.states_every is not None:

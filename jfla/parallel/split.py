@@ -9,13 +9,13 @@ device, and what cannot be split so is gathered.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.core import eval_jaxpr
+from jax.core import Tracer, eval_jaxpr
 from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
@@ -64,6 +64,47 @@ def split_by(
         return call
 
     return decorate
+
+
+def why_gathered(operand_dims: Any, operands: Any) -> str | None:
+    """Why a function of these arrays, laid out as they are, runs whole on every device; None where it does not.
+
+    `operand_dims` are prefixes of the pytrees of operands, as for `split_by`. What is traced has no layout yet.
+    """
+    arrays = jax.tree.leaves(operands)
+    described = _Described(_names_of(operand_dims, operands), [x.shape for x in arrays])
+    layouts: dict[str, set[Any]] = {"rows": set(), "heads": set()}
+    for names, x in zip(described.names, arrays, strict=True):
+        for name, size, parts in _split_dimensions(names, x):
+            if parts is None:
+                return f"{name} = {size} is not split evenly"
+            if name not in SPLIT:
+                return f"{name} is split over {len(set(parts))} devices"
+            heads = described.size("H") or size
+            if name != "B" and heads % len(set(parts)):
+                return f"{name} is split over {len(set(parts))} devices, which do not divide H = {heads}"
+            layouts["rows" if name == "B" else "heads"].add(parts)
+    for kind, found in layouts.items():
+        if len(found) > 1:
+            return f"the {kind} are not split alike in all arrays"
+    return None
+
+
+def _split_dimensions(names: Names, x: Any) -> Iterator[tuple[str, int, tuple[Any, ...] | None]]:
+    """The dimensions of an array that are split over devices: name, size, and each device's part; None if unequal."""
+    sharding = None if isinstance(x, Tracer) else getattr(x, "sharding", None)
+    if sharding is None or len(sharding.device_set) == 1:
+        return
+    try:
+        parts = sharding.devices_indices_map(x.shape)
+    except ValueError:
+        yield "/".join(names), max(x.shape), None
+        return
+    in_order = [parts[device] for device in sorted(parts, key=_device_id)]
+    for axis, (name, size) in enumerate(zip(names, x.shape, strict=True)):
+        of_devices = tuple(_part(indices[axis], size) for indices in in_order)
+        if set(of_devices) != {(0, 1)}:
+            yield name, size, of_devices
 
 
 def _splittable(

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jfla
 from jfla.pallas import compiling_for
@@ -222,3 +223,43 @@ print(loaded)
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
     assert run.stdout.strip() == "[]"
+
+
+SPLIT = {
+    "rows": ({"q": ("x",), "v": ("x",)}, None),
+    "heads": ({"q": (None, None, "x"), "v": (None, None, "x"), "beta": (None, None, "x")}, None),
+    "channels": ({"v": (None, None, None, "x")}, "V is split over 2 devices"),
+    "time": ({"g": (None, "x")}, "T is split over 2 devices"),
+    "heads that are too few": (
+        {"v": (None, None, ("x", "y"))},
+        "HV is split over 4 devices, which do not divide H = 2",
+    ),
+    "rows in two ways": (
+        {"q": ("x",), "v": ("y",)},
+        "the rows are not split alike",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SPLIT)
+def test_what_is_gathered_is_told(case):
+    layouts, reason = SPLIT[case]
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    shapes = {
+        "q": (4, 64, 2, 64),
+        "k": (4, 64, 2, 64),
+        "v": (4, 64, 4, 64),
+        "g": (4, 64, 4, 64),
+        "beta": (4, 64, 4),
+    }
+    arrays = []
+    for name, shape in shapes.items():
+        sharding = NamedSharding(mesh, PartitionSpec(*layouts.get(name, ())))
+        arrays.append(jax.ShapeDtypeStruct(shape, "bfloat16", sharding=sharding))
+    with compiling_for("9.0"):
+        said = str(jfla.explain(jfla.chunk_kda, *arrays))
+    assert 'takes "pallas"' in said
+    if reason is None:
+        assert "gathered" not in said
+    else:
+        assert f"gathered, every device runs the whole call: {reason}" in said

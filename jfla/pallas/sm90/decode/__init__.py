@@ -61,7 +61,7 @@ def _decode(
     whole = dims_of(inputs)
 
     def launch(inputs: Inputs, options: Options) -> DeltaRuleOutput:
-        @split_by((_dims(inputs),), _output_dims(inputs, options))
+        @split_by((dims.recurrent_inputs_of(inputs),), _output_dims(inputs, options))
         def split(inputs: Inputs) -> DeltaRuleOutput:
             v_block = plan.v_block
             part = dims_of(inputs)
@@ -105,12 +105,8 @@ def _decode_jvp(
 decode = compiler_partitioned(jax.jit(_decode, static_argnames=("options", "definition", "plan")))
 
 
-def _dims(inputs: Inputs) -> Any:
-    return dims.INPUTS if inputs.state_slots is None else dims.POOL_INPUTS
-
-
 def _output_dims(inputs: Inputs, options: Options) -> Any:
-    names = _dims(inputs)
+    names = dims.recurrent_inputs_of(inputs)
     states = names.initial_state
     if options.return_states:
         states = names.v.replace(" V", " K V")
