@@ -9,9 +9,8 @@ from typing import NamedTuple
 
 from benchmarks.markdown import table
 from benchmarks.results import FOLDER, Results, Row
-from benchmarks.shapes import OPS, Shape
+from benchmarks.shapes import OPS, README
 
-SHAPES = (Shape(1, 8192, 32), Shape(8, 4096, 32), Shape(1, 65536, 32))
 OURS = "pallas"
 EXACT_PEER = "fla"
 NAMES = {
@@ -85,14 +84,14 @@ def chosen(records: list[Results]) -> list[Time]:
     found: dict[tuple[str, str, str], Time] = {}
     for gate in GATES:
         for time in known:
-            shown = time.shape in map(str, SHAPES) and time.implementation in NAMES
+            shown = time.shape in map(str, README) and time.implementation in NAMES
             if shown and time.gate == gate:
                 found.setdefault((time.op, time.shape, time.implementation), time)
     return sorted(found.values(), key=_place)
 
 
 def _place(time: Time) -> tuple[int, ...]:
-    shapes = [str(shape) for shape in SHAPES]
+    shapes = [str(shape) for shape in README]
     names = list(NAMES)
     return OPS.index(time.op), shapes.index(time.shape), names.index(time.implementation)
 
@@ -103,7 +102,7 @@ def overview(records: list[Results]) -> str:
     body = []
     shown = []
     for op in OPS:
-        for shape in SHAPES:
+        for shape in README:
             row = _row([time for time in times if (time.op, time.shape) == (op, str(shape))])
             if row is not None:
                 body.append((f"{op.upper()} {shape.batch} x {shape.time}", *_cells(row)))
@@ -157,6 +156,8 @@ def _caption(shown: list[Time], record: Results) -> str:
             "jfla and FLA drop nothing.",
             "",
             *_sources(shown),
+            "",
+            "To measure these again: `jfla bench --set readme --pass forward --pass backward`.",
         ]
     )
 

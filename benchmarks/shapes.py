@@ -64,12 +64,13 @@ class Case:
         return f"{self.op} {self.timed}, {self.shape}, {self.gate}"
 
 
+README = (Shape(1, 8192, 32), Shape(8, 4096, 32), Shape(1, 65536, 32))
+
 SETS: dict[str, tuple[Shape, ...]] = {
     "quick": (Shape(2, 512, 2, 64),),
+    "readme": README,
     "paper": (
-        Shape(1, 8192, 32),
-        Shape(8, 4096, 32),
-        Shape(1, 65536, 32),
+        *README,
         Shape(1, 2048, 32),
         Shape(8, 1024, 8, 64),
         Shape(1, 8192, 16, value_heads=32),

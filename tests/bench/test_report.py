@@ -232,7 +232,7 @@ def test_the_pages_of_the_repository_are_those_of_its_newest_results():
     ("arguments", "said"),
     [
         (["--op", "mamba"], "ops must be among kda, gdn, got 'mamba'"),
-        (["--set", "huge"], "sets must be among quick, paper"),
+        (["--set", "huge"], "sets must be among quick, readme, paper"),
         (
             ["--implementation", "triton"],
             "implementations must be among pallas, pallas_states, xla",
