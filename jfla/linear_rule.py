@@ -19,6 +19,8 @@ from jax.custom_derivatives import SymbolicZero, zero_from_primal
 from jax.extend.core import Primitive, unmapped_aval
 from jax.interpreters import ad, batching, mlir
 
+from jfla.parallel.varying import vary_with
+
 
 class Rule(Protocol):
     """The static part of an op and its four functions of pytrees: hashable, equal for equal calls."""
@@ -42,17 +44,7 @@ class Rule(Protocol):
 
 def differentiable(rule: Rule, inputs: Any) -> Any:
     """The output of `rule` at a pytree of inputs; under shard_map everything varies over the axes of any of them."""
-    axes = frozenset().union(*map(_varying_axes, jax.tree.leaves(inputs)))
-
-    def varying(x: jax.Array) -> jax.Array:
-        missing = tuple(axes - _varying_axes(x))
-        return jax.lax.pcast(x, missing, to="varying") if missing else x
-
-    return _primal(rule, jax.tree.map(varying, inputs))
-
-
-def _varying_axes(x: jax.Array) -> frozenset[str]:
-    return jax.typeof(x).manual_axis_type.varying
+    return _primal(rule, vary_with(inputs, *jax.tree.leaves(inputs)))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))

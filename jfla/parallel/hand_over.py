@@ -48,14 +48,15 @@ def _by_doubling(r: Array, c: Array, axis: AxisName, reverse: bool) -> Array:
         from_first = size - 1 - from_first
     distance = 1
     while distance < size:
+        has_before = from_first >= distance
         # Of what is composed last only the constant part is needed.
-        sent = jnp.concatenate([r, c], axis=-1) if 2 * distance < size else c
+        is_last = 2 * distance >= size
+        sent = c if is_last else jnp.concatenate([r, c], axis=-1)
         before = _shifted(sent, distance, axis, reverse)
         composed = jnp.matmul(r, before, precision="highest")
-        composed = composed.at[..., -c.shape[-1] :].add(c)
-        has_before = from_first >= distance
-        c = jnp.where(has_before, composed[..., -c.shape[-1] :], c)
-        if 2 * distance < size:
+        c_composed = composed if is_last else composed[..., key_dim:]
+        c = jnp.where(has_before, c_composed + c, c)
+        if not is_last:
             r = jnp.where(has_before, composed[..., :key_dim], r)
         distance *= 2
     return _shifted(c, 1, axis, reverse)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jfla.parallel.varying import vary_over
 from jfla.types import AxisName, DeltaRuleOutput, Inputs, Options
 
 Run = Callable[..., DeltaRuleOutput]  # of Inputs, Options and other static arguments
@@ -30,7 +31,9 @@ def across_devices(run: Run) -> Run:
             return run(inputs, options, *static)
         if inputs.initial_state is not None and options.per_segment_state:
             inputs = inputs._replace(initial_state=from_first(inputs.initial_state, axis))
-        inputs = jax.tree.map(functools.partial(_varying, axis=axis), inputs)
+        names = (axis,) if isinstance(axis, str) else axis
+        # Counted as different on every device of the axis, if they are not.
+        inputs = vary_over(inputs, names)
         output, final = run(inputs, options, *static)
         return DeltaRuleOutput(output, None if final is None else lax.psum(final, axis))
 
@@ -40,10 +43,3 @@ def across_devices(run: Run) -> Run:
 def from_first(x: jax.Array, axis: AxisName) -> jax.Array:
     """x of the first device, on all."""
     return lax.psum(jnp.where(lax.axis_index(axis) == 0, x, 0), axis)
-
-
-def _varying(x: jax.Array, axis: AxisName) -> jax.Array:
-    """The same array, which counts as different on every device of the axis."""
-    names = (axis,) if isinstance(axis, str) else axis
-    missing = tuple(name for name in names if name not in jax.typeof(x).manual_axis_type.varying)
-    return lax.pcast(x, missing, to="varying") if missing else x

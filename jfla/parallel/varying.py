@@ -1,9 +1,9 @@
 """Inside shard_map: arrays made to vary over the mesh axes over which others do."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
@@ -15,10 +15,20 @@ def vary_with(tree: Any, *arrays: Array) -> Any:
     as varying, though its operands are. The gradient of an array that did not vary over an axis is then summed over it.
     Outside of shard_map nothing happens.
     """
-    varying = [x for x in arrays if jax.typeof(x).manual_axis_type.varying]
-    if not varying:
-        return tree
-    # What an array is selected with, it varies with.
-    firsts = [lax.stop_gradient(jnp.ravel(x)[0]).astype(jnp.float32) for x in varying]
-    other = jnp.stack(firsts).sum()
-    return jax.tree.map(lambda x: jnp.where(True, x, other.astype(x.dtype)), tree)
+    axes = frozenset().union(*(_varying_axes(x) for x in arrays))
+    return vary_over(tree, axes)
+
+
+def vary_over(tree: Any, axes: Iterable[str]) -> Any:
+    """The same pytree, each of whose arrays varies over these mesh axes."""
+    axes = frozenset(axes)
+
+    def varying(x: Array) -> Array:
+        missing = tuple(sorted(axes - _varying_axes(x)))
+        return lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(varying, tree)
+
+
+def _varying_axes(x: Array) -> frozenset[str]:
+    return jax.typeof(x).manual_axis_type.varying

@@ -167,7 +167,8 @@ def test_states_are_handed_over(monkeypatch, gathered, devices, reverse):
     r = jnp.asarray(rng.standard_normal((devices, 2, 4, 4)), jnp.float32)
     c = jnp.asarray(rng.standard_normal((devices, 2, 4, 3)), jnp.float32)
     local = lambda r, c: hand_over.handed_over(r[0], c[0], "t", reverse=reverse)[None]
-    got = jax.shard_map(local, mesh=mesh_of(devices), in_specs=P("t"), out_specs=P("t"))(r, c)
+    on_devices = jax.shard_map(local, mesh=mesh_of(devices), in_specs=P("t"), out_specs=P("t"))
+    got = jax.jit(on_devices)(r, c)
     by_span = lambda x: jnp.moveaxis(x, 0, 1)
     want = by_span(affine.chain(None, by_span(r), by_span(c), reverse=reverse))
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
