@@ -184,9 +184,11 @@ class Run:
         return nnx.state((self.model, self.optimizer), trained)
 
     def _save(self) -> None:
+        # A copy: it is written in the background, while the next steps add to the lists.
+        curves = {name: [*values] for name, values in self.curves.items()}
         items = ocp.args.Composite(
             state=ocp.args.StandardSave(nnx.to_pure_dict(self._state())),
-            curves=ocp.args.JsonSave(self.curves),
+            curves=ocp.args.JsonSave(curves),
         )
         self._checkpoints.save(self.step, args=items, force=True)
 

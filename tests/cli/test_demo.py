@@ -1,5 +1,6 @@
 """The demo itself, on a tiny model: it learns, survives kill -9, goes on to the same bits, and knows its own folder."""
 
+import functools
 import io
 import json
 import os
@@ -10,11 +11,12 @@ import subprocess
 import sys
 
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from rich.console import Console
 
-from jfla.cli import demo
-from jfla.cli.train import Settings
+from jfla.cli import data, demo
+from jfla.cli.train import Run, Settings, create
 
 TINY = Settings(
     op="gdn",
@@ -111,6 +113,24 @@ demo.run("gdn", {STEPS}, pathlib.Path({str(out)!r}), "xla", 0, rich.console.Cons
         assert curves(out, name, STEPS) == curves(whole, name, STEPS)
         assert results[name] == expected[name]
     assert results["sample"] == expected["sample"]
+
+
+def test_a_checkpoint_has_the_curves_of_its_step(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+):
+    """It is written in the background, while the next steps are done."""
+    saved = {}
+
+    def save(self, step: int, args, force: bool) -> None:
+        saved[step] = args["curves"].item
+
+    monkeypatch.setattr(ocp.CheckpointManager, "save", save)
+    steps = 3
+    training = Run(*create(TINY, steps, "xla"), steps, tmp_path)
+    rows = functools.partial(data.recall_rows, rows=1, time=TINY.time)
+    list(training.train(data.batches(rows, TINY.rows, steps, seed=0), save_every=1))
+    training.close()
+    assert {step: len(curves["bits"]) for step, curves in saved.items()} == {1: 1, 2: 2, 3: 3}
 
 
 def test_a_run_goes_on_under_a_mesh(finished: tuple[pathlib.Path, dict], tmp_path: pathlib.Path):

@@ -1,0 +1,311 @@
+"""One CTA of a scan over chunks: its producer warpgroup, its consumers, and where their arrays lie.
+
+Each consumer warpgroup owns 64 columns of V; the producer warpgroup issues TMA copies of whole chunks, as many ahead as
+there are pipeline stages.
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jfla.pallas.mgpu.copies import load_with_layout, store_from_layout
+from jfla.pallas.mgpu.mma import WGMMA, zeros
+from jfla.pallas.mgpu.overlap import ReadyFlags
+from jfla.pallas.mgpu.smem import transposed
+from jfla.pallas.mgpu.types import Gmem, Index, Reg, Smem
+from jfla.pallas.sm90.chunk_index import TILE_V, ChunkIndex
+from jfla.pallas.sm90.scan.spec import (
+    ChunkTiles,
+    GmemOperands,
+    PipelineBarriers,
+    ScanConfig,
+    ScanSpec,
+    SharedStorage,
+    is_state,
+)
+from jfla.pallas.sm90.token_decay import TokenDecay
+
+
+class GridIndex(NamedTuple):
+    """Which scan a CTA runs, and where; the first field is fastest.
+
+    CTAs with neighbouring blocks of V have neighbouring numbers, because they read the same q, k and a_qk: one finds
+    them in the second-level cache after the other.
+    """
+
+    v_block: Index
+    scan: Index
+    head: Index
+    time_split: Index  # of one length, or packed segments
+    batch: Index
+
+
+class StepRange(NamedTuple):
+    """The chunks of a CTA's scan, which are its steps: in reverse the first step is the last chunk.
+
+    Counted from 0 the steps would need the first chunk beside them, for which registers are too few.
+    """
+
+    first: Index
+    end: Index
+
+
+class ScanCta(NamedTuple):
+    """One CTA of one scan."""
+
+    spec: ScanSpec
+    config: ScanConfig
+    index: GridIndex
+    ready_flags: ReadyFlags
+    gmem: GmemOperands
+    stores: tuple[Gmem, ...]
+    checkpoints: Gmem
+    last: Gmem
+    chunk_offset: Index  # chunks before the first that is scanned
+    steps: StepRange
+    smem: SharedStorage
+    barriers: PipelineBarriers
+
+    # Where things are.
+
+    def span_chunk(self, i: Index) -> ChunkIndex:
+        """The chunk of a step, in arrays that hold the scanned span alone."""
+        chunk = self.steps.first + self.steps.end - 1 - i if self.spec.reverse else i
+        return ChunkIndex(self.index.batch, self.index.head, chunk)
+
+    def global_chunk(self, i: Index) -> ChunkIndex:
+        """The same chunk in arrays that hold all of time."""
+        chunk = self.span_chunk(i)
+        return chunk._replace(chunk=chunk.chunk + self.chunk_offset)
+
+    def columns(self, wg: Index) -> Index:
+        """A consumer warpgroup's columns of V."""
+        return pl.ds(self.index.v_block * self.config.v_block + wg * TILE_V, TILE_V)
+
+    def stage(self, i: Index, zero: Index = 0) -> Index:
+        """The pipeline stage of a step's chunk.
+
+        Of one stage alone the number is made of an opaque zero: LLVM would compute all addresses of its tiles before
+        the loop, and have no registers for them.
+        """
+        if self.config.stages == 1:
+            return zero & i
+        return lax.rem(i, jnp.int32(self.config.stages))
+
+    def state_index(self, wg: Index) -> tuple[Index, ...]:
+        """Where the first and the last state of a warpgroup lie in [B, HV, splits, V, K]."""
+        state = self.index.time_split
+        if self.gmem.segments is not None:
+            state = self.segment
+        if self.gmem.span is not None:
+            span = lax.div(self.chunk_offset, jnp.int32(self.spec.n_chunks))
+            state = lax.rem(span, jnp.int32(self.gmem.initial.shape[2]))
+        return self.index.batch, self.index.head, state, self.columns(wg)
+
+    @property
+    def segment(self) -> Index:
+        """Read where it is used, before the loop and behind it: with K = 256 no register is left to keep it."""
+        return self.gmem.segments[self.index.batch, self.index.time_split, 0]
+
+    def tiles(self, stage: Index, wg: Index) -> ChunkTiles:
+        """A chunk in shared memory, for one consumer warpgroup."""
+        chunks = self.smem.chunks
+
+        def at_stage(ref: Smem) -> Smem:
+            return None if ref is None else ref.at[stage]
+
+        k_to_end = chunks.k_from_start if self.spec.scalar_gate else chunks.k_to_end
+        return ChunkTiles(
+            decay=TokenDecay(self.spec.scalar_gate, at_stage(chunks.decay)),
+            q_from_start=at_stage(chunks.q_from_start),
+            k_from_start=at_stage(chunks.k_from_start),
+            k_to_end=at_stage(k_to_end),
+            a_qk=at_stage(chunks.a_qk),
+            a_inv=at_stage(chunks.a_inv),
+            values=chunks.values.at[stage, wg],
+            state=None if self.smem.state is None else self.smem.state.at[wg],
+        )
+
+    # The consumer.
+
+    def run_consumer(self, wg: Index) -> None:
+        """Scans all chunks of this CTA with the state in registers."""
+        few_registers = self.smem.state is not None
+        plgpu.set_max_registers(248 if few_registers else 232, action="increase")
+        if self.gmem.initial is None:
+            state = zeros(TILE_V, self.spec.key_dim)
+        else:
+            first = self.gmem.initial.at[self.state_index(wg)]
+            state = load_with_layout(first, WGMMA)
+
+        def step(i: Index, carry: tuple[Reg, Index]) -> tuple[Reg, Index]:
+            state, zero = carry
+            if self.checkpoints is not None:
+                self.store_checkpoint(i, state, wg + zero)
+            if self.gmem.added is not None:
+                state = self.with_added(i, state, wg + zero)
+            return self.consume_chunk(i, state, wg + zero, zero), zero & i
+
+        zero = jnp.int32(0) if self.gmem.zero is None else self.gmem.zero[0]
+        if self.stores_groups:
+            state, _ = self.scan_groups(step, (state, zero), wg)
+        else:
+            state, _ = lax.fori_loop(*self.steps, step, (state, zero))
+        if self.last is not None and not self.stores_groups:
+            self.store_last(state, wg)
+        plgpu.wait_smem_to_gmem(0)
+
+    @property
+    def stores_groups(self) -> bool:
+        """Whether the state goes to the caller after every group of chunks."""
+        return self.spec.last == "caller" and self.spec.group_chunks is not None
+
+    def scan_groups(self, step: Any, carry: tuple[Reg, Index], wg: Index) -> tuple[Reg, Index]:
+        """Scans group by group, and stores the state after each.
+
+        Two loops: in one over all chunks, the condition of the store spills four registers with K = 256.
+        """
+        group_chunks = jnp.int32(self.spec.group_chunks)
+
+        def scan_group(group: Index, carry: tuple[Reg, Index]) -> tuple[Reg, Index]:
+            first = group * group_chunks
+            end = jnp.minimum(first + group_chunks, self.spec.n_chunks)
+            state, zero = lax.fori_loop(first, end, step, carry)
+            self.store_for_caller(self.last.at[self.index.batch, group], state, wg)
+            return state, zero
+
+        return lax.fori_loop(0, self.spec.num_groups, scan_group, carry)
+
+    def with_added(self, i: Index, state: Reg, wg: Index) -> Reg:
+        """In reverse: the state and what is added to it where a group of chunks ends."""
+        chunk = self.span_chunk(i)
+        group_chunks = jnp.int32(self.spec.group_chunks)
+        after = chunk.chunk + 1
+        ends = jnp.logical_or(lax.rem(after, group_chunks) == 0, after == self.spec.n_chunks)
+        group = lax.div(chunk.chunk, group_chunks)
+        place = (chunk.batch, chunk.head, group, self.columns(wg))
+
+        def add(state: Reg) -> Reg:
+            return state + load_with_layout(self.gmem.added.at[place], WGMMA)
+
+        return lax.cond(ends, add, lambda state: state, state)
+
+    def consume_chunk(self, i: Index, state: Reg, wg: Index, zero: Index) -> Reg:
+        """Waits for a step's chunk, steps, gives its stage back and starts the copies of what was stored."""
+        stage = self.stage(i, zero)
+        plgpu.barrier_wait(self.barriers.full.at[stage])
+        stored: list[int] = []
+
+        def store(which: int, x: Reg) -> None:
+            if not stored:  # the staging tiles still hold what was stored of the chunk before
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            stored.append(which)
+            tile = self.smem.staging[which].at[wg]
+            spec = self.spec.stores[which]
+            target = tile if is_state(spec) else transposed(tile)
+            target[...] = x.astype(spec.dtype)
+
+        state = self.spec.step(state, self.tiles(stage, wg), store)
+        # Orders this chunk's reads of shared memory before the copies that refill its stage, too.
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(self.barriers.empty.at[stage])
+        for which in stored:
+            plgpu.copy_smem_to_gmem(self.smem.staging[which].at[wg], self.store_view(which, i, wg))
+        return state
+
+    def store_view(self, which: int, i: Index, wg: Index) -> Gmem:
+        """Where the part of a store of a step's chunk goes."""
+        out = self.stores[which]
+        columns = self.columns(wg)
+        if is_state(self.spec.stores[which]):
+            return self.span_chunk(i).tile(out).at[columns]
+        in_span = self.spec.outputs.stores[which] is not None
+        chunk = self.span_chunk(i) if in_span else self.global_chunk(i)
+        return chunk.rows(out, self.spec.value_heads, columns)
+
+    def store_checkpoint(self, i: Index, state: Reg, wg: Index) -> None:
+        """Stores the state where a span of time begins."""
+        chunk = self.span_chunk(i)
+        span_chunks = jnp.int32(self.spec.n_chunks // self.spec.num_checkpoints)
+
+        @pl.when(lax.rem(chunk.chunk, span_chunks) == 0)
+        def _():
+            span = lax.div(chunk.chunk, span_chunks)
+            self.checkpoints.at[chunk.batch, chunk.head, span, self.columns(wg)][...] = state
+
+    def store_last(self, state: Reg, wg: Index) -> None:
+        """Stores the last state: of every time split, or of every segment or the last split as the caller has it."""
+        if self.spec.last != "caller":
+            self.last.at[self.state_index(wg)][...] = state
+            return
+
+        if self.gmem.segments is not None:
+            self.store_for_caller(self.last.at[self.index.batch, self.segment], state, wg)
+            return
+
+        @pl.when(self.index.time_split == self.spec.time_splits - 1)
+        def _():
+            self.store_for_caller(self.last.at[self.index.batch], state, wg)
+
+    def store_for_caller(self, states_gmem: Gmem, state: Reg, wg: Index) -> None:
+        """Stores a state S^T as the caller has it, in [HV, K, V]."""
+        rows = transposed(states_gmem.at[self.index.head, :, self.columns(wg)])
+        in_rows = plgpu.layout_cast(state, plgpu.Layout.WGMMA_TRANSPOSED)
+        store_from_layout(rows, in_rows.astype(self.spec.last_dtype))
+
+    # The producer.
+
+    def run_producer(self) -> None:
+        """Keeps the pipeline full: a chunk is copied as soon as it is ready and its stage is empty."""
+        few_registers = self.smem.state is not None
+        plgpu.set_max_registers(80 if few_registers else 40, action="decrease")
+        first, end = self.steps
+        stages = self.config.stages
+
+        @pl.loop(first, jnp.minimum(first + stages, end))
+        def _prologue(i):
+            self.ready_flags.wait(self.span_chunk(i))
+            self.copy_chunk(i, self.stage(i))
+
+        @pl.loop(first, end - stages)
+        def _steady(i):
+            # The flag first: that wait is long, and the stage is empty by then.
+            self.ready_flags.wait(self.span_chunk(i + stages))
+            plgpu.barrier_wait(self.barriers.empty.at[self.stage(i)])
+            self.copy_chunk(i + stages, self.stage(i))
+
+        # Every arrival has to be observed, or the barrier is left in the wrong phase.
+        @pl.loop(jnp.maximum(end - stages, first), end)
+        def _drain(i):
+            plgpu.barrier_wait(self.barriers.empty.at[self.stage(i)])
+
+    def copy_chunk(self, i: Index, stage: Index) -> None:
+        """Starts the copies of a step's chunk into a pipeline stage."""
+        chunk = self.global_chunk(i)
+        gmem = self.gmem.chunks
+        smem = self.smem.chunks
+        full = self.barriers.full.at[stage]
+        heads = self.spec.value_heads
+        qk = [
+            (gmem.k_from_start, smem.k_from_start),
+            (gmem.q_from_start, smem.q_from_start),
+            (gmem.k_to_end, smem.k_to_end),
+        ]
+        tiles = [
+            (gmem.decay, smem.decay),
+            (gmem.a_qk, smem.a_qk),
+            (gmem.a_inv, smem.a_inv),
+        ]
+        for source, target in qk:
+            if source is not None:
+                view = chunk.tile_or_rows(source, heads)
+                plgpu.copy_gmem_to_smem(view, target.at[stage], full)
+        for source, target in tiles:
+            if source is not None:
+                plgpu.copy_gmem_to_smem(chunk.tile(source), target.at[stage], full)
+        for wg in range(self.config.num_consumer_wgs):
+            view = chunk.rows(gmem.values, heads, self.columns(wg))
+            plgpu.copy_gmem_to_smem(view, smem.values.at[stage, wg], full)
