@@ -77,7 +77,7 @@ def why_gathered(operand_dims: Any, operands: Any) -> str | None:
     for names, x in zip(described.names, arrays, strict=True):
         for name, size, parts in _split_dimensions(names, x):
             if parts is None:
-                return f"{name} = {size} is not split evenly"
+                return f"an array [{name}] is not split evenly"
             if name not in SPLIT:
                 return f"{name} is split over {len(set(parts))} devices"
             heads = described.size("H") or size
@@ -98,7 +98,7 @@ def _split_dimensions(names: Names, x: Any) -> Iterator[tuple[str, int, tuple[An
     try:
         parts = sharding.devices_indices_map(x.shape)
     except ValueError:
-        yield "/".join(names), max(x.shape), None
+        yield " ".join(names), x.size, None
         return
     in_order = [parts[device] for device in sorted(parts, key=_device_id)]
     for axis, (name, size) in enumerate(zip(names, x.shape, strict=True)):
