@@ -1,14 +1,12 @@
 """The few times that the README shows: ours beside the best of others, at gates that models use.
 
-KDA's times depend on the gate. Those at the gate "production" come first, of the results that
-`jfla bench` wrote and of the files in `results/sigmoid_gates`; in their place stand those at "strong".
+KDA's times depend on the gate. Those at the gate "production" come first; in their place stand those at "strong".
 """
 
-import json
 from typing import NamedTuple
 
 from benchmarks.markdown import table
-from benchmarks.results import FOLDER, Results, Row
+from benchmarks.results import Results, Row
 from benchmarks.shapes import OPS, README
 
 OURS = "pallas"
@@ -45,19 +43,6 @@ class Time(NamedTuple):
         return self.shape.startswith("B1 ") and timed in CUTS.get(self.implementation, ())
 
 
-def sigmoid_times() -> list[Time]:
-    """What was timed with decays of -5 sigmoid(x) outside of `jfla bench`."""
-    found = []
-    for path in sorted((FOLDER / "sigmoid_gates").glob("*.json")):
-        record = json.loads(path.read_text())
-        for row in record["rows"]:
-            clock = record["clocks"][row["clock"]]
-            times = (row["forward"], row["backward"], record["gate"])
-            key = (row["op"], row["shape"], row["implementation"])
-            found.append(Time(*key, *times, clock, row["version"]))
-    return found
-
-
 def bench_times(records: list[Results]) -> list[Time]:
     """What `jfla bench` timed, the newest record first."""
     found = []
@@ -80,7 +65,7 @@ def _key_of_backward(row: Row) -> tuple[str, ...]:
 
 def chosen(records: list[Results]) -> list[Time]:
     """One time of every op, shape and implementation: at the first gate of `GATES` that it has one at."""
-    known = [*bench_times(records), *sigmoid_times()]
+    known = bench_times(records)
     found: dict[tuple[str, str, str], Time] = {}
     for gate in GATES:
         for time in known:

@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 from benchmarks import overview
 from benchmarks.markdown import sections, table
-from benchmarks.overview import NAMES, Time
-from benchmarks.report import number
+from benchmarks.overview import Time
 from benchmarks.results import FOLDER, Results, Row, newest, read
 
 BEGIN = "<!-- bench:begin -->"
@@ -100,8 +99,6 @@ def page(results: pathlib.Path) -> str:
         f"{_link('benchmarks/measure.py')}, what counts as bytes and operations in "
         f"{_link('benchmarks/cost.py')}. What was tried, and why times are what they are: "
         "[Performance](performance.md).",
-        "## KDA with the bounded gate",
-        *_sigmoid(),
         f"## Measured on {record.date}",
         _caption(record, results),
         *sections(record.rows),
@@ -167,18 +164,6 @@ def _caption(record: Results, path: pathlib.Path) -> str:
         "with spread, memory and compile times: "
         f"{_link(f'benchmarks/results/{path.name}')}."
     )
-
-
-def _sigmoid() -> list[str]:
-    """Everything that was timed with decays of -5 sigmoid(x)."""
-    body = []
-    for time in overview.sigmoid_times():
-        name = NAMES[time.implementation]
-        times = (number(time.forward), number(time.backward))
-        body.append((time.op.upper(), time.shape, name, *times, time.clock, time.source))
-    header = ("op", "shape", "by", "forward", "backward", "clock", "version")
-    text = "Decays of -5 sigmoid(x), x normal, on an NVIDIA H200. Milliseconds."
-    return [text, table(header, body)]
 
 
 def _xla_vs_scan() -> list[str]:
