@@ -10,14 +10,13 @@ import argparse
 import pathlib
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import optax
 from flax import nnx
 from rich.console import Console
-from rich.table import Table
 
 from jfla import nn
 
@@ -68,8 +67,8 @@ def _training_step(model: nn.DeltaLM, tokens: jax.Array) -> Callable[[], jax.Arr
     return lambda: step(model, optimizer, tokens)
 
 
-def measure(folder: pathlib.Path, args: argparse.Namespace) -> dict[str, str]:
-    """Everything, as text."""
+def measure(folder: pathlib.Path, args: argparse.Namespace) -> Iterator[tuple[str, str]]:
+    """Names and values as text, each as soon as it is measured."""
     if not (folder / "config.json").exists():
         made = nn.from_config(settings(args.layers, args.hidden), rngs=nnx.Rngs(0))
         nn.save_hf(made, folder)
@@ -77,27 +76,26 @@ def measure(folder: pathlib.Path, args: argparse.Namespace) -> dict[str, str]:
     start = time.perf_counter()
     model = nn.load_hf(folder)
     jax.block_until_ready(nnx.state(model))
-    found = {"load, s": f"{time.perf_counter() - start:.2f}"}
+    yield "load, s", f"{time.perf_counter() - start:.2f}"
     sizes = [x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param))]
-    found["parameters"] = f"{sum(sizes) / 1e9:.3f} B"
+    yield "parameters", f"{sum(sizes) / 1e9:.3f} B"
     key = jax.random.key(0)
     vocab_size = model.config.vocab_size
     prompt = jax.random.randint(key, (args.batch, args.tokens), 0, vocab_size)
     one = _seconds(lambda: model.generate(prompt, 1, key=key, temperature=0.0))
     many = _seconds(lambda: model.generate(prompt, args.new + 1, key=key, temperature=0.0))
-    found["prefill, tokens/s"] = f"{prompt.size / one:.0f}"
-    found["decode, tokens/s"] = f"{args.batch * args.new / (many - one):.1f}"
+    yield "prefill, tokens/s", f"{prompt.size / one:.0f}"
+    yield "decode, tokens/s", f"{args.batch * args.new / (many - one):.1f}"
     step = _training_step(model, prompt)
-    found["training step, s"] = f"{_seconds(step):.3f}"
-    found["loss"] = f"{float(step()):.4f}"
+    yield "training step, s", f"{_seconds(step):.3f}"
+    yield "loss", f"{float(step()):.4f}"
     memory = jax.devices()[0].memory_stats() or {}
     if "peak_bytes_in_use" in memory:
-        found["peak memory, GB"] = f"{memory['peak_bytes_in_use'] / 1e9:.2f}"
-    return found
+        yield "peak memory, GB", f"{memory['peak_bytes_in_use'] / 1e9:.2f}"
 
 
 def main() -> None:
-    """Prints a table."""
+    """Prints every value as it comes."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.published", description=__doc__)
     parser.add_argument("--folder", type=pathlib.Path)
     parser.add_argument("--layers", type=int, default=24)
@@ -106,12 +104,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1024, help="of a prompt, and of a step")
     parser.add_argument("--new", type=int, default=64)
     args = parser.parse_args()
+    console = Console()
+    console.print(jax.devices()[0].device_kind)
     with tempfile.TemporaryDirectory() as temporary:
-        found = measure(args.folder or pathlib.Path(temporary), args)
-    table = Table("measure", "value", title=str(jax.devices()[0].device_kind))
-    for name, value in found.items():
-        table.add_row(name, value)
-    Console().print(table)
+        for name, value in measure(args.folder or pathlib.Path(temporary), args):
+            console.print(f"{name}: {value}", highlight=False)
 
 
 if __name__ == "__main__":
