@@ -14,13 +14,13 @@ from jfla._inputs.validate import DEFAULTS, validate
 from jfla.cli.cpu import cpu_name as cpu_name
 from jfla.gates import inverse_softplus_step as inverse_softplus_step
 from jfla.gates import log_uniform_rate as log_uniform_rate
+from jfla.pallas import chunk
 from jfla.pallas.arrays import kernel_arrays
+from jfla.pallas.common.scan.spec import ScanConfig
+from jfla.pallas.common.scan.steps import output_scan_kernel
 from jfla.pallas.heuristics import HOPPER_SMS, Dims, scan_v_block, schedule
 from jfla.pallas.heuristics import SUPPORTED_DIMS as SUPPORTED_DIMS
 from jfla.pallas.mgpu.overlap import run as run_kernel
-from jfla.pallas.sm90 import chunk as sm90
-from jfla.pallas.sm90.scan.spec import ScanConfig
-from jfla.pallas.sm90.scan.steps import output_scan_kernel
 from jfla.pallas.support import num_sms
 from jfla.parallel.hand_over import MAX_GATHERED as MAX_GATHERED
 from jfla.types import CHUNK as CHUNK
@@ -69,7 +69,7 @@ def scan_operands(op: str, main: list[Array]) -> tuple:
     inputs, options = _validated(op, main)
     x = kernel_arrays(inputs, options)
     plan = schedule(options.op, x.dims, num_sms(inputs))
-    results = run_kernel(sm90.intra_kernel(x, inputs, options, plan))
+    results = run_kernel(chunk.intra_kernel(x, inputs, options, plan))
     return results.qk, results.intra, x.v, x.initial
 
 

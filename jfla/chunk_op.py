@@ -13,10 +13,10 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jfla.linear_rule import differentiable, opaque_forward
+from jfla.pallas import chunk as kernels_of_chunk
 from jfla.pallas.arrays import gate_cotangents
 from jfla.pallas.context import interpreted
 from jfla.pallas.heuristics import Dims, Schedule, dims_of, schedule_of_part
-from jfla.pallas.sm90 import chunk as sm90
 from jfla.parallel import dims
 from jfla.parallel.sequence import across_devices
 from jfla.parallel.sharding import compiler_partitioned
@@ -54,7 +54,7 @@ def _forward(
         @split_by((dims.inputs_of(options),), (dims.output_of(options), dims.RESIDUALS))
         def split(inputs: Inputs) -> tuple[DeltaRuleOutput, Residuals]:
             schedule = plan.schedule_for(inputs, options, whole)
-            return sm90.forward(
+            return kernels_of_chunk.forward(
                 inputs, options, schedule, for_backward=for_backward, stretch=stretch
             )
 
@@ -92,7 +92,7 @@ def _backward(
         @split_by((named, dims.RESIDUALS, dims.output_of(options)), named)
         def split(inputs: Inputs, residuals: Residuals, d_output: DeltaRuleOutput) -> Inputs:
             schedule = plan.schedule_for(inputs, options, whole)
-            return sm90.backward(inputs, options, schedule, residuals, *d_output)
+            return kernels_of_chunk.backward(inputs, options, schedule, residuals, *d_output)
 
         whole = dims_of(inputs, options)
         d = split(inputs, residuals, _own_final(residuals, d_output))

@@ -172,7 +172,7 @@ def _chunk_pallas(inputs: Inputs, options: Options, choice: Choice) -> DeltaRule
 
 def _recurrent_pallas(inputs: Inputs, options: Options, choice: Choice) -> DeltaRuleOutput:
     """The kernel is for decoding: what is differentiated is the definition, in any mode."""
-    from jfla.pallas.sm90 import decode
+    from jfla.pallas.common import decode
     from jfla.reference import recurrent
 
     sizes = dims_of(inputs)

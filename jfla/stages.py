@@ -9,7 +9,7 @@ docs/math.md; S is the state at a chunk's start, and every decay is the exponent
     chunk_grads      the states at both ends of a chunk -> ChunkGrads
     decode           the recurrence, a few tokens
 
-A backend may fuse or overlap stages; `jfla.xla.stages` and `jfla.pallas.sm90.stages` have them one by one, with the
+A backend may fuse or overlap stages; `jfla.xla.stages` and `jfla.pallas.stages` have them one by one, with the
 signatures at the end of this file, for tests and benchmarks.
 """
 

@@ -10,13 +10,14 @@ from jaxtyping import Array, Bool, Float, Int
 from jfla._inputs.canonicalize import without_padding
 from jfla.gates import Gate, l2norm, log_decay, write_strength
 from jfla.packing import Aligned, align, starts, take_rows
+from jfla.pallas.common.chunk_index import CHANNEL_BLOCK
+from jfla.pallas.common.gate import LOG2E, STRONGEST, gate_kind, gate_parameters, reset_rows
+from jfla.pallas.common.qk_tiles import QkgOperands, QkOptions
+from jfla.pallas.common.results import KernelGrads
+from jfla.pallas.common.scan.spec import segment_table
 from jfla.pallas.heuristics import Dims
+from jfla.pallas.mgpu.machine import on_hopper
 from jfla.pallas.mgpu.smem import BF16, F16, F32
-from jfla.pallas.sm90.chunk_index import CHANNEL_BLOCK
-from jfla.pallas.sm90.gate import LOG2E, STRONGEST, gate_kind, gate_parameters, reset_rows
-from jfla.pallas.sm90.qk_tiles import QkgOperands, QkOptions
-from jfla.pallas.sm90.results import KernelGrads
-from jfla.pallas.sm90.scan.spec import segment_table
 from jfla.parallel.varying import vary_with
 from jfla.types import CHUNK, Inputs, Options, State, Value
 
@@ -279,7 +280,8 @@ def _to_query(dx: Array, x: Array, inputs: Inputs, options: Options) -> Array:
     if dx.shape[2] != heads:
         dx = jnp.sum(dx.reshape(batch, time, heads, -1, key_dim), axis=3)
     half = operand_dtype(inputs, options) == F16
-    if options.qk_norm and (key_dim > CHANNEL_BLOCK or half):
+    # Kernels that see all channels of a row at once have done the adjoint of the norm.
+    if options.qk_norm and (key_dim > CHANNEL_BLOCK or half or not on_hopper()):
         norm = lambda x: l2norm(without_padding(x, inputs.segment_ids))
         (dx,) = jax.vjp(norm, x)[1](dx)
     return dx.astype(x.dtype)

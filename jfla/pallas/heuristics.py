@@ -8,12 +8,21 @@ import dataclasses
 from typing import NamedTuple
 
 from jfla.packing import num_aligned_chunks
+from jfla.pallas.mgpu.machine import Machine
 from jfla.types import Inputs, Op, Options
 
 SUPPORTED_DIMS = (64, 128, 256)
 DECODE_TOKENS = 8  # of one call: a CTA keeps all of them in shared memory
 HOPPER_SMS = 132  # of an H100 SXM or H200, where no device says
-HOPPER_SMEM_BYTES = 226 * 1024  # of a CTA's 227 KiB, what its tiles may take
+# By compute capability, of a CTA's shared memory what its tiles may take: all but 1 KiB.
+SMEM_BYTES = {
+    "8.0": 162 * 1024,
+    "8.6": 98 * 1024,
+    "8.9": 98 * 1024,
+    "9.0": 226 * 1024,
+    "10.0": 226 * 1024,
+}
+HOPPER_SMEM_BYTES = SMEM_BYTES["9.0"]
 
 MIN_SPLIT_CHUNKS = 16
 MAX_TIME_SPLITS = 16
@@ -46,8 +55,9 @@ class Dims(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """How a chunked call is spread over the device."""
+    """How a chunked call is spread over the device, and which instructions its kernels are made of."""
 
+    machine: Machine
     num_sms: int
     smem_bytes: int
     scan_v_block: int  # columns of V per CTA of a scan
@@ -57,6 +67,7 @@ class Schedule:
     stretch_splits: int  # the same, where time is split over devices as well
     num_spans: int  # spans of time that the backward takes one after the other; 0: all at once
     intra_wgs: int  # warpgroups of a CTA of the intra-chunk kernel that take chunks of their own
+    intra_ctas: int  # CTAs of the intra-chunk kernel, at most
 
 
 def dims_of(inputs: Inputs, options: Options | None = None) -> Dims:
@@ -72,10 +83,14 @@ def schedule(
     dims: Dims,
     num_sms: int = HOPPER_SMS,
     smem_bytes: int = HOPPER_SMEM_BYTES,
+    machine: Machine = "hopper",
 ) -> Schedule:
     """The schedule of a chunked call."""
+    if machine != "hopper":
+        return _schedule_of_single_warpgroups(dims, num_sms, smem_bytes, machine)
     overlap_v_block, overlap_ctas = overlap_schedule(op, dims, num_sms)
     return Schedule(
+        machine=machine,
         num_sms=num_sms,
         smem_bytes=smem_bytes,
         scan_v_block=scan_v_block(dims, num_sms),
@@ -85,12 +100,32 @@ def schedule(
         stretch_splits=stretch_splits(dims, num_sms),
         num_spans=num_spans(op, dims, num_sms),
         intra_wgs=intra_wgs(op, dims.key_dim),
+        intra_ctas=num_sms,
+    )
+
+
+def _schedule_of_single_warpgroups(
+    dims: Dims, num_sms: int, smem_bytes: int, machine: Machine
+) -> Schedule:
+    """Of kernels whose CTAs are one warpgroup: a CTA for each chunk, and for each state and 64 columns of V."""
+    return Schedule(
+        machine=machine,
+        num_sms=num_sms,
+        smem_bytes=smem_bytes,
+        scan_v_block=64,
+        overlap_v_block=64,
+        overlap_ctas=0,
+        time_splits=time_splits(dims, num_sms),
+        stretch_splits=stretch_splits(dims, num_sms),
+        num_spans=0,
+        intra_wgs=1,
+        intra_ctas=dims.num_chunks,
     )
 
 
 def schedule_of_part(op: Op, dims: Dims, whole: Schedule) -> Schedule:
     """The schedule of a device's part of a call that is split over devices. What the backward finds stays as it is."""
-    part = schedule(op, dims, whole.num_sms, whole.smem_bytes)
+    part = schedule(op, dims, whole.num_sms, whole.smem_bytes, whole.machine)
     if not whole.num_spans:
         return dataclasses.replace(part, num_spans=0)
     return dataclasses.replace(part, num_spans=whole.num_spans, time_splits=1)

@@ -13,11 +13,11 @@ from support.stage_oracle import to_chunks
 import jfla
 from jfla.gates import log_decay
 from jfla.nn import KimiDeltaAttention
+from jfla.pallas import chunk
 from jfla.pallas.arrays import kernel_arrays, qk_options, qkg_operands
+from jfla.pallas.common.decay_sums import FAST_RANGE, GRAD_NEAR_STEPS, MIDDLE_RANGE, NEAR_STEPS
 from jfla.pallas.heuristics import dims_of, schedule
 from jfla.pallas.mgpu.overlap import run
-from jfla.pallas.sm90 import chunk
-from jfla.pallas.sm90.decay_sums import FAST_RANGE, GRAD_NEAR_STEPS, MIDDLE_RANGE, NEAR_STEPS
 from jfla.pallas.sm90.grads_kda import kernel as grads_kernel
 from jfla.pallas.sm90.grads_kda.smem import FIRST_STEP, GRAD_MATRICES
 from jfla.pallas.sm90.intra_kda import kernel as intra_kernel

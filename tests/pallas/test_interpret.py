@@ -19,9 +19,9 @@ from support.kernel_cases import (
 )
 
 import jfla
+from jfla.pallas.common.decay_sums import FAST_RANGE
 from jfla.pallas.mgpu import overlap
 from jfla.pallas.mgpu.launch import launch
-from jfla.pallas.sm90.decay_sums import FAST_RANGE
 
 CALLS = [
     pytest.param(Call("kda", "strong", key_dim=128), marks=pytest.mark.slow),

@@ -18,7 +18,7 @@ from support.kernel_cases import (
 
 import jfla
 from jfla.packing import align
-from jfla.pallas.sm90.scan.spec import segment_table
+from jfla.pallas.common.scan.spec import segment_table
 
 SLOW = pytest.mark.slow
 

@@ -26,7 +26,7 @@ def run(backend, inputs, options):
 
     if "pallas" not in backend.module:
         return recurrent.run(inputs, options)
-    from jfla.pallas.sm90 import decode
+    from jfla.pallas.common import decode
 
     return decode.decode(inputs, options, recurrent.run, decode.DecodePlan(32, interpret=True))
 

@@ -108,7 +108,7 @@ def exact(tree: Any) -> Any:
 BACKENDS = {
     "xla": Backend("jfla.xla.stages", "float32", "float32"),
     "xla-float64": Backend("jfla.xla.stages", "float64", "float64"),
-    "sm90": Backend("jfla.pallas.sm90.stages", "bfloat16", "float32"),
+    "sm90": Backend("jfla.pallas.stages", "bfloat16", "float32"),
 }
 
 

@@ -23,7 +23,7 @@ NUM_SMS = 7  # of no other test, with which the compiled function could be share
 
 
 class Standin:
-    """`jfla.pallas.sm90.chunk` in plain JAX. `parts` is what v was of the calls that were traced."""
+    """`jfla.pallas.chunk` in plain JAX. `parts` is what v was of the calls that were traced."""
 
     def __init__(self) -> None:
         self.parts: list[tuple[int, ...]] = []

@@ -1,8 +1,87 @@
-"""Arrays between memory and the registers that a layout says, by the threads themselves, without TMA."""
+"""Copies between global memory, shared memory and registers, as the machine has them."""
 
+import math
+from typing import Any, NamedTuple
+
+from jax.experimental.mosaic import gpu as mosaic
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jfla.pallas.mgpu.types import Gmem, Layout, Reg, Smem
+from jfla.pallas.context import interpreting
+from jfla.pallas.mgpu.cp_async import THREADS, cp_async, wait_cp_async
+from jfla.pallas.mgpu.layouts import ROWS, TILE_ROWS, WGMMA
+from jfla.pallas.mgpu.machine import on_hopper
+from jfla.pallas.mgpu.smem import transposed
+from jfla.pallas.mgpu.types import Barrier, Gmem, Layout, Reg, Smem
+
+
+def commit_smem() -> None:
+    """Orders this warpgroup's accesses of shared memory before its later ones, and before the copy engine's."""
+    if on_hopper() or interpreting():
+        plgpu.commit_smem()
+    else:
+        plgpu.inline_mgpu()(lambda _: mosaic.warpgroup_barrier())()
+
+
+class Copies(NamedTuple):
+    """Copies into shared memory that are waited for together.
+
+    On Hopper they arrive on `barrier`; elsewhere it is None, and they are those of the CTA's one warpgroup.
+    """
+
+    barrier: Barrier
+
+    def start(self, source_gmem: Gmem, target_smem: Smem) -> None:
+        """Starts a copy; all reads of the target must have been committed."""
+        if on_hopper():
+            plgpu.copy_gmem_to_smem(source_gmem, target_smem, self.barrier)
+        elif interpreting():
+            target_smem[...] = source_gmem[...]
+        elif fits_cp_async(target_smem):
+            cp_async(source_gmem, target_smem)
+        else:
+            for source, target in zip(_lines(source_gmem), _lines(target_smem)):
+                target[...] = load_with_layout(source, ROWS)
+
+    def wait(self, started_since: int = 0) -> None:
+        """Waits for the copies, of which so many of others have been started since."""
+        if on_hopper():
+            plgpu.barrier_wait(self.barrier)
+        elif not interpreting():
+            wait_cp_async(started_since)
+
+
+def fits_cp_async(target_smem: Any) -> bool:
+    """Whether the threads of a warpgroup can share a copy of so many elements."""
+    return math.prod(target_smem.shape) % THREADS == 0
+
+
+def _lines(ref: Gmem | Smem) -> list[Gmem | Smem]:
+    """The lines of what has too few elements for a copy by all threads."""
+    return [ref] if len(ref.shape) == 1 else [ref.at[i] for i in range(ref.shape[0])]
+
+
+def store_transposed(tile_smem: Smem, x: Reg) -> None:
+    """x^T into a tile: Hopper stores transposed; elsewhere pairs of a column are brought together first."""
+    if not (on_hopper() or interpreting()):
+        x = plgpu.layout_cast(x, plgpu.Layout.WGMMA_TRANSPOSED)
+    transposed(tile_smem)[...] = x
+
+
+def store_tile(tile_smem: Smem, target_gmem: Gmem) -> None:
+    """Starts the store of a tile of shared memory, committed before."""
+    if on_hopper():
+        plgpu.copy_smem_to_gmem(tile_smem, target_gmem)
+    elif tile_smem.shape[0] == TILE_ROWS:
+        store_from_layout(target_gmem, load_with_layout(tile_smem, WGMMA))
+    else:
+        for source, target in zip(_lines(tile_smem), _lines(target_gmem)):
+            store_from_layout(target, load_with_layout(source, ROWS))
+
+
+def wait_for_stores(read_only: bool = False) -> None:
+    """Waits for this warpgroup's stores, or until their tiles have been read."""
+    if on_hopper():
+        plgpu.wait_smem_to_gmem(0, wait_read_only=read_only)
 
 
 def load_with_layout(ref: Gmem | Smem, layout: Layout) -> Reg:

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jfla.pallas.mgpu.mma import ROWS
+from jfla.pallas.mgpu.copies import commit_smem
+from jfla.pallas.mgpu.layouts import ROWS
 from jfla.pallas.mgpu.types import Index, MemorySpec, Reg, Smem
 
 
@@ -30,7 +31,7 @@ def iota_smem(num_warpgroups: int, size: int) -> MemorySpec:
 def write_iota(line_smem: Smem) -> None:
     """0, 1, .. into a line of shared memory."""
     line_smem[...] = plgpu.layout_cast(lax.iota(jnp.int32, line_smem.shape[0]), ROWS)
-    plgpu.commit_smem()
+    commit_smem()
 
 
 def iota2d(axis: int, size: int, line_smem: Smem = None) -> Reg:

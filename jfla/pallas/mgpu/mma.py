@@ -1,7 +1,7 @@
-"""Matmuls on Hopper's tensor cores with value semantics: they take and return registers, and are jnp.dot interpreted.
+"""Matmuls on the tensor cores with value semantics: they take and return registers, and are jnp.dot interpreted.
 
 A wgmma is asynchronous: several are issued, then waited for together, and a warpgroup can compute meanwhile
-(`dots_while`).
+(`dots_while`). Where the machine has none they are mma.sync, one after the other.
 """
 
 from collections.abc import Callable
@@ -12,13 +12,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfla.pallas.context import interpreting
+from jfla.pallas.mgpu.layouts import WGMMA
+from jfla.pallas.mgpu.machine import on_hopper
+from jfla.pallas.mgpu.mma_sync import mma_sync
 from jfla.pallas.mgpu.opaque import pin
 from jfla.pallas.mgpu.smem import F32
-from jfla.pallas.mgpu.types import Layout, Reg, Smem
-
-WGMMA: Layout = plgpu.Layout.WGMMA
-ROWS: Layout = WGMMA.reduce(1)  # a vector with a value per row
-COLS: Layout = WGMMA.reduce(0)  # a vector with a value per column
+from jfla.pallas.mgpu.types import Reg, Smem
 
 Operand = Any  # of a matmul: Reg or Smem on the left, Smem on the right, both of 16 bits
 
@@ -49,6 +48,8 @@ def dots(*sums: tuple[Any, ...]) -> list[Reg]:
     """
     if interpreting():
         return [sum((_product(a, b) for a, b in products), start=acc) for acc, *products in sums]
+    if not on_hopper():
+        return [_dot_sync(acc, products) for acc, *products in sums]
 
     def issue(refs: list[Any]) -> None:
         for ref, (_, *products) in zip(refs, sums):
@@ -63,7 +64,7 @@ def dots(*sums: tuple[Any, ...]) -> list[Reg]:
 def dots_while(work: Callable[[], Any], *sums: list[tuple[Operand, Smem]]) -> tuple[list[Reg], Any]:
     """Every sum of a @ b, from zero; and what `work` returns, computed while the tensor cores are busy."""
     shapes = [(products[0][0].shape[0], products[0][1].shape[1]) for products in sums]
-    if interpreting():
+    if interpreting() or not on_hopper():
         return dots(*[(zeros(*shape), *products) for shape, products in zip(shapes, sums)]), work()
 
     def body(*accumulators: Any) -> tuple[list[Reg], Any]:
@@ -75,6 +76,12 @@ def dots_while(work: Callable[[], Any], *sums: list[tuple[Operand, Smem]]) -> tu
 
     accumulator: Any = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
     return pl.run_scoped(body, *[accumulator(shape, F32) for shape in shapes])
+
+
+def _dot_sync(acc: Reg, products: list[tuple[Operand, Smem]]) -> Reg:
+    for a, b in products:
+        acc = mma_sync(acc, a, b)
+    return acc
 
 
 def _product(a: Operand, b: Smem) -> Reg:

@@ -14,6 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfla.pallas.context import interpreting
+from jfla.pallas.mgpu.copies import wait_for_stores
 from jfla.pallas.mgpu.launch import allocate, launch
 from jfla.pallas.mgpu.types import Gmem, Index, MemorySpec
 
@@ -32,7 +33,7 @@ class ReadyFlags(NamedTuple):
         The copies of other warpgroups must have been waited for by them.
         """
         if self.flags_gmem is not None:
-            plgpu.wait_smem_to_gmem(0)
+            wait_for_stores()
             plgpu.semaphore_signal(self.flags_gmem.at[tuple(index)], memory_scope="gpu")
 
     def wait(self, index: tuple[Index, ...]) -> None:

@@ -15,12 +15,25 @@ BF16 = jnp.bfloat16
 F16 = jnp.float16
 
 
+SWIZZLE_BYTES = 128
+
+
 def tile_smem(*shape: int, dtype: DTypeLike = BF16) -> MemorySpec:
     """[.., rows, columns] tiles that TMA writes and the tensor cores read, with a swizzle of 128 bytes."""
-    columns = 128 // jnp.dtype(dtype).itemsize
+    return plgpu.SMEM(shape, dtype, transforms=tile_transforms(dtype))
+
+
+def tile_transforms(dtype: DTypeLike = BF16) -> tuple[Any, Any]:
+    """How `tile_smem` lays tiles out."""
+    columns = SWIZZLE_BYTES // jnp.dtype(dtype).itemsize
     tiling: Any = plgpu.TilingTransform  # to a type checker it is abstract
     swizzle: Any = plgpu.SwizzleTransform
-    return plgpu.SMEM(shape, dtype, transforms=(tiling((8, columns)), swizzle(128)))
+    return tiling((8, columns)), swizzle(SWIZZLE_BYTES)
+
+
+def is_tile(ref: Smem) -> bool:
+    """Whether it is laid out as `tile_smem`: all 16-bit buffers are."""
+    return jnp.dtype(ref.dtype).itemsize == 2
 
 
 def transposed(ref: Smem) -> Smem:

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jfla.pallas.mgpu.copies import commit_smem
 from jfla.pallas.mgpu.iota import iota2d, paired_blocks
 from jfla.pallas.mgpu.mma import dot, load, zeros
 from jfla.pallas.mgpu.smem import F16, F32, tile_smem
@@ -42,17 +42,19 @@ def write_masks(masks_smem: Smem, line_smem: Smem, wg: Index, num_wgs: int) -> N
             mask = jnp.where(here, 1.0 + zeros(SIZE, SIZE), zeros(SIZE, SIZE))
             masks_smem.at[i][...] = mask.astype(F16)
 
-    plgpu.commit_smem()
+    commit_smem()
 
 
 class TriangularInverse(NamedTuple):
     """Call it for (I - N)^-1 [64, 64] float32.
 
     With `masks_smem` of `write_masks` a square is cut out by one multiplication; without, the mask is computed for
-    every element, in four times the instructions.
+    every element, in four times the instructions, and N must be 0 above the diagonal.
     """
 
-    lower_smem: Smem  # float16 tile: N, of which only what is strictly lower is read
+    lower_smem: (
+        Smem  # float16 tile: N, of which the diagonal is not read, and with masks nothing above it
+    )
     work_smem: Smem  # float16 tile
     zero: Index  # opaque zero
     line_smem: Smem = None  # of `write_iota`; where there are no masks
@@ -65,10 +67,10 @@ class TriangularInverse(NamedTuple):
     def _double(self, level: Index, x: Reg) -> Reg:
         x16 = x.astype(F16)
         self.work_smem[...] = x16
-        plgpu.commit_smem()
+        commit_smem()
         right = dot(zeros(SIZE, SIZE), (self._square(level), self.work_smem)).astype(F16)
         self.work_smem[...] = right
-        plgpu.commit_smem()
+        commit_smem()
         return dot(x, (x16, self.work_smem))
 
     def _square(self, level: Index) -> Reg:

@@ -1,1 +1,1 @@
-"""implementation="pallas" on Hopper (compute capability 9.0): one module or package per stage."""
+"""The Hopper kernels that share nothing with other machines: KDA inside a chunk, and the gradients of chunks."""

@@ -23,12 +23,17 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jfla.pallas.common.chunk_index import TILE_K
+from jfla.pallas.common.intra_gdn import INV_NORMS, LOG2_CUM
+from jfla.pallas.common.qk_tiles import K, Q
+from jfla.pallas.common.results import KernelGrads
+from jfla.pallas.common.token_decay import pair_decay
 from jfla.pallas.mgpu.iota import iota2d, per_column, per_row
-from jfla.pallas.mgpu.mma import COLS, ROWS, dots, load, zeros
+from jfla.pallas.mgpu.layouts import COLS, ROWS
+from jfla.pallas.mgpu.mma import dots, load, zeros
 from jfla.pallas.mgpu.opaque import pin
 from jfla.pallas.mgpu.smem import F32, transposed
 from jfla.pallas.mgpu.types import Gmem, Index, Layout, Reg, Smem
-from jfla.pallas.sm90.chunk_index import TILE_K
 from jfla.pallas.sm90.grads_gdn.smem import (
     DO,
     DSTATE,
@@ -41,10 +46,6 @@ from jfla.pallas.sm90.grads_gdn.smem import (
     V_NEW,
     GradsGdnWarpgroup,
 )
-from jfla.pallas.sm90.intra_gdn import INV_NORMS, LOG2_CUM
-from jfla.pallas.sm90.qk_tiles import K, Q
-from jfla.pallas.sm90.results import KernelGrads
-from jfla.pallas.sm90.token_decay import pair_decay
 from jfla.stages import CHUNK_DECAY, K_FROM_START, K_TO_END, Q_FROM_START
 from jfla.types import CHUNK
 

@@ -12,13 +12,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
+from jfla.pallas.common.chunk_index import CHANNEL_BLOCK, TILE_K, TILE_V, ChunkGrid, TimeSpan
+from jfla.pallas.common.qk_tiles import K, Q, QkOptions
+from jfla.pallas.common.results import KernelGrads
 from jfla.pallas.mgpu.iota import write_iota
 from jfla.pallas.mgpu.launch import launch
 from jfla.pallas.mgpu.opaque import opaque_zero
 from jfla.pallas.mgpu.scheduler import TileScheduler, WorkTile
 from jfla.pallas.mgpu.smem import F32
 from jfla.pallas.mgpu.types import Gmem, Index
-from jfla.pallas.sm90.chunk_index import CHANNEL_BLOCK, TILE_K, TILE_V, ChunkGrid, TimeSpan
 from jfla.pallas.sm90.grads_gdn.dqkg import (
     SumsOverV,
     add_v_tile,
@@ -43,8 +45,6 @@ from jfla.pallas.sm90.grads_gdn.smem import (
     grads_gdn_barriers,
     grads_gdn_storage,
 )
-from jfla.pallas.sm90.qk_tiles import K, Q, QkOptions
-from jfla.pallas.sm90.results import KernelGrads
 from jfla.stages import FactoredQK, ScanResults
 from jfla.types import CHUNK
 

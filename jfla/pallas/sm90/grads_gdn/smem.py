@@ -23,15 +23,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
+from jfla.pallas.common.chunk_index import TILE_K, TILE_V, ChunkGrid, ChunkIndex, TimeSpan
+from jfla.pallas.common.intra_gdn import INV_NORMS
+from jfla.pallas.common.qk_tiles import QkOptions
 from jfla.pallas.heuristics import HOPPER_SMEM_BYTES
 from jfla.pallas.mgpu.iota import iota_smem, per_row
-from jfla.pallas.mgpu.mma import ROWS
+from jfla.pallas.mgpu.layouts import ROWS
 from jfla.pallas.mgpu.scheduler import WorkTile
 from jfla.pallas.mgpu.smem import F32, num_bytes, tile_smem
 from jfla.pallas.mgpu.types import Barrier, Gmem, Index, MemorySpec, Reg, Smem
-from jfla.pallas.sm90.chunk_index import TILE_K, TILE_V, ChunkGrid, ChunkIndex, TimeSpan
-from jfla.pallas.sm90.intra_gdn import INV_NORMS
-from jfla.pallas.sm90.qk_tiles import QkOptions
 from jfla.stages import ScanResults
 from jfla.types import CHUNK
 

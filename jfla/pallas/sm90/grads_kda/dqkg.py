@@ -40,15 +40,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jfla.pallas.common.chunk_index import TILE_K
+from jfla.pallas.common.decay_sums import FAST_RANGE, GRAD_NEAR_STEPS, MIDDLE_RANGE, step_pairs
+from jfla.pallas.common.qk_tiles import K, Q, QkTiles
 from jfla.pallas.mgpu.iota import iota2d
-from jfla.pallas.mgpu.mma import COLS, dot, load, zeros
+from jfla.pallas.mgpu.layouts import COLS
+from jfla.pallas.mgpu.mma import dot, load, zeros
 from jfla.pallas.mgpu.opaque import pin
 from jfla.pallas.mgpu.smem import BF16, F32, transposed
 from jfla.pallas.mgpu.types import Index, Reg, Smem
-from jfla.pallas.sm90.chunk_index import TILE_K
-from jfla.pallas.sm90.decay_sums import FAST_RANGE, GRAD_NEAR_STEPS, MIDDLE_RANGE, step_pairs
 from jfla.pallas.sm90.grads_kda.smem import FIRST_STEP, GRAD_MATRICES, GradsKdaWarpgroup, Salt, Span
-from jfla.pallas.sm90.qk_tiles import K, Q, QkTiles
 from jfla.types import CHUNK
 
 NEVER = -1e30  # as an exponent

@@ -14,14 +14,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
+from jfla.pallas.common.chunk_index import CHANNEL_BLOCK, TILE_K, TILE_V, ChunkIndex
+from jfla.pallas.common.decay_sums import stack_matrices
+from jfla.pallas.common.qk_tiles import K, Q, QkgOperands, QkOptions, QkTiles
+from jfla.pallas.common.results import KernelGrads
+from jfla.pallas.mgpu.copies import Copies
 from jfla.pallas.mgpu.iota import iota2d, per_column, per_row
 from jfla.pallas.mgpu.launch import launch
-from jfla.pallas.mgpu.mma import ROWS, dot, zeros
+from jfla.pallas.mgpu.layouts import ROWS
+from jfla.pallas.mgpu.mma import dot, zeros
 from jfla.pallas.mgpu.opaque import opaque_zero
 from jfla.pallas.mgpu.smem import BF16, F16, F32, transposed
 from jfla.pallas.mgpu.types import Gmem, Index, Reg, Smem
-from jfla.pallas.sm90.chunk_index import CHANNEL_BLOCK, TILE_K, TILE_V, ChunkIndex
-from jfla.pallas.sm90.decay_sums import stack_matrices
 from jfla.pallas.sm90.grads_kda.dqkg import Grads, dq_dk_dg
 from jfla.pallas.sm90.grads_kda.smem import (
     GRAD_MATRICES,
@@ -31,8 +35,6 @@ from jfla.pallas.sm90.grads_kda.smem import (
     Salt,
     SharedStorage,
 )
-from jfla.pallas.sm90.qk_tiles import K, Q, QkgOperands, QkOptions, QkTiles
-from jfla.pallas.sm90.results import KernelGrads
 from jfla.stages import ScanResults
 from jfla.types import CHUNK
 
@@ -215,7 +217,7 @@ def _prefetch_chunk(ctx: GradsKdaWarpgroup) -> None:
 
     @pl.when(ctx.owns_channels)
     def _():
-        qk.prefetch(wg, qkg.q, qkg.k, barriers.qk_full)
+        qk.prefetch(wg, qkg.q, qkg.k, Copies(barriers.qk_full))
         if smem.bias is not None:
             bias = qkg.bias.at[index.head, qk.columns(wg)]
             plgpu.copy_gmem_to_smem(bias, smem.bias.at[wg], barriers.qk_full)

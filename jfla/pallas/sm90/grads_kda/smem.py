@@ -13,17 +13,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-from jfla.pallas.mgpu.smem import BF16, F16, F32, tile_smem
-from jfla.pallas.mgpu.types import Barrier, Gmem, Index, MemorySpec, Reg, Smem
-from jfla.pallas.sm90.chunk_index import TILE_K, TILE_V
-from jfla.pallas.sm90.decay_sums import (
+from jfla.pallas.common.chunk_index import TILE_K, TILE_V
+from jfla.pallas.common.decay_sums import (
     FROM_START,
     GRAD_STEPS,
     TO_END,
     WHOLE_CHUNK,
     DecaySumMatrix,
 )
-from jfla.pallas.sm90.qk_tiles import QkgOperands, QkOptions, QkTiles
+from jfla.pallas.common.qk_tiles import QkgOperands, QkOptions, QkTiles
+from jfla.pallas.mgpu.smem import BF16, F16, F32, tile_smem
+from jfla.pallas.mgpu.types import Barrier, Gmem, Index, MemorySpec, Reg, Smem
 from jfla.stages import ScanResults
 from jfla.types import CHUNK
 

@@ -16,16 +16,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jfla.pallas.common.beta_scaling import write_a_inv, write_lower
+from jfla.pallas.common.chunk_index import TILE_K
+from jfla.pallas.common.decay_sums import FAST_RANGE, NEAR_STEPS, step_pairs_in_rows
+from jfla.pallas.common.qk_tiles import K, Q
 from jfla.pallas.mgpu.iota import iota2d
-from jfla.pallas.mgpu.mma import COLS, dot, zeros
+from jfla.pallas.mgpu.layouts import COLS
+from jfla.pallas.mgpu.mma import dot, zeros
 from jfla.pallas.mgpu.smem import BF16
 from jfla.pallas.mgpu.triangular import TriangularInverse
 from jfla.pallas.mgpu.types import Gmem, Index, Reg, Smem
-from jfla.pallas.sm90.beta_scaling import write_a_inv, write_lower
-from jfla.pallas.sm90.chunk_index import TILE_K
-from jfla.pallas.sm90.decay_sums import FAST_RANGE, NEAR_STEPS, step_pairs_in_rows
 from jfla.pallas.sm90.intra_kda.smem import STEP_MATRICES, IntraKdaWarpgroup
-from jfla.pallas.sm90.qk_tiles import K, Q
 from jfla.types import CHUNK
 
 

@@ -16,6 +16,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jfla.pallas.common.chunk_index import CHANNEL_BLOCK, TILE_K, ChunkGrid, PartGrid
+from jfla.pallas.common.decay_sums import FAST_RANGE, stack_matrices
+from jfla.pallas.common.qk_tiles import K, Q, QkgOperands, QkOptions, QkTiles
+from jfla.pallas.common.results import IntraResults
 from jfla.pallas.mgpu.iota import iota2d, write_iota
 from jfla.pallas.mgpu.mma import dot, load, zeros
 from jfla.pallas.mgpu.opaque import opaque_zero
@@ -23,8 +27,6 @@ from jfla.pallas.mgpu.overlap import Kernel, PendingResults, ReadyFlags
 from jfla.pallas.mgpu.scheduler import TileScheduler, WorkTile
 from jfla.pallas.mgpu.smem import BF16, F16, F32, transposed
 from jfla.pallas.mgpu.types import Gmem, Index, Reg, Smem
-from jfla.pallas.sm90.chunk_index import CHANNEL_BLOCK, TILE_K, ChunkGrid, PartGrid
-from jfla.pallas.sm90.decay_sums import FAST_RANGE, stack_matrices
 from jfla.pallas.sm90.intra_kda.a_matrices import (
     compute_a_kda,
     inverse_warpgroup,
@@ -42,8 +44,6 @@ from jfla.pallas.sm90.intra_kda.smem import (
     SharedStorage,
 )
 from jfla.pallas.sm90.intra_kda.sum_blocks import sum_blocks
-from jfla.pallas.sm90.qk_tiles import K, Q, QkgOperands, QkOptions, QkTiles
-from jfla.pallas.sm90.results import IntraResults
 from jfla.stages import DecayedQK, IntraChunk
 from jfla.types import CHUNK
 

@@ -13,16 +13,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
+from jfla.pallas.common.beta_scaling import write_beta_scaling
+from jfla.pallas.common.chunk_index import TILE_K, ChunkIndex, ChunkPart, PartGrid
+from jfla.pallas.common.decay_sums import DECAY_STEPS, FROM_START, TO_END
+from jfla.pallas.common.qk_tiles import K, Q, QkgOperands, QkOptions, QkTiles
+from jfla.pallas.mgpu.copies import Copies
 from jfla.pallas.mgpu.iota import iota_smem
 from jfla.pallas.mgpu.mma import dot, zeros
 from jfla.pallas.mgpu.overlap import ReadyFlags
 from jfla.pallas.mgpu.scheduler import WorkTile
 from jfla.pallas.mgpu.smem import BF16, F16, F32, tile_smem, transposed
 from jfla.pallas.mgpu.types import Barrier, Gmem, Index, MemorySpec, Reg, Smem
-from jfla.pallas.sm90.beta_scaling import write_beta_scaling
-from jfla.pallas.sm90.chunk_index import TILE_K, ChunkIndex, ChunkPart, PartGrid
-from jfla.pallas.sm90.decay_sums import DECAY_STEPS, FROM_START, TO_END
-from jfla.pallas.sm90.qk_tiles import K, Q, QkgOperands, QkOptions, QkTiles
 from jfla.types import CHUNK
 
 MAX_WGS = 3
@@ -292,7 +293,7 @@ class IntraKdaWarpgroup(NamedTuple):
         @self.if_owns_channels
         def _():
             qkg = self.gmem.qkg
-            self.qk.prefetch(self.wg, qkg.q, qkg.k, self.barriers.qk_reload)
+            self.qk.prefetch(self.wg, qkg.q, qkg.k, Copies(self.barriers.qk_reload))
 
         @pl.when(self.wg == 1)
         def _():

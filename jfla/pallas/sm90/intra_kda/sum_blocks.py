@@ -8,16 +8,16 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jfla.pallas.common.beta_scaling import write_a_inv, write_beta_scaling, write_lower
+from jfla.pallas.common.chunk_index import ChunkIndex
+from jfla.pallas.common.qk_tiles import K, Q
 from jfla.pallas.mgpu.iota import iota_smem, write_iota
 from jfla.pallas.mgpu.launch import launch
-from jfla.pallas.mgpu.mma import WGMMA
+from jfla.pallas.mgpu.layouts import WGMMA
 from jfla.pallas.mgpu.opaque import opaque_zero
 from jfla.pallas.mgpu.smem import BF16, F16, F32, tile_smem
 from jfla.pallas.mgpu.triangular import TriangularInverse
 from jfla.pallas.mgpu.types import Barrier, Gmem, Reg, Smem
-from jfla.pallas.sm90.beta_scaling import write_a_inv, write_beta_scaling, write_lower
-from jfla.pallas.sm90.chunk_index import ChunkIndex
-from jfla.pallas.sm90.qk_tiles import K, Q
 from jfla.stages import IntraChunk
 from jfla.types import CHUNK
 

@@ -19,16 +19,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfla.gates import NORM_EPSILON
-from jfla.pallas.mgpu.copies import load_with_layout, store_from_layout
-from jfla.pallas.mgpu.launch import launch
-from jfla.pallas.mgpu.smem import F32
-from jfla.pallas.mgpu.types import Gmem, Index, Reg, Smem
-from jfla.pallas.sm90.decode.layouts import (
+from jfla.pallas.common.decode.layouts import (
     DecodeLayouts,
     broadcast_to_layout,
     decode_layouts,
 )
-from jfla.pallas.sm90.decode.spec import (
+from jfla.pallas.common.decode.spec import (
     DecodeOperands,
     DecodeOutputs,
     DecodeSpec,
@@ -37,7 +33,16 @@ from jfla.pallas.sm90.decode.spec import (
     decode_operands,
     decode_outputs,
 )
-from jfla.pallas.sm90.gate import MAX_LOG_RATE, gate_kind, log2_decay
+from jfla.pallas.common.gate import MAX_LOG_RATE, gate_kind, log2_decay
+from jfla.pallas.mgpu.copies import (
+    commit_smem,
+    load_with_layout,
+    store_from_layout,
+    wait_for_stores,
+)
+from jfla.pallas.mgpu.launch import launch
+from jfla.pallas.mgpu.smem import F32
+from jfla.pallas.mgpu.types import Gmem, Index, Reg, Smem
 from jfla.types import Inputs, Options
 
 
@@ -90,10 +95,10 @@ def run_tokens(ctx: DecodeWarpgroup) -> None:
     state = load_state(ctx)
     # A barrier that has nothing to wait for: without it the compiler moves the loads of the state
     # behind the wait for the loads of the tokens.
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    wait_for_stores(read_only=True)
     raw = load_raw_tokens(ctx)
     write_tokens(ctx, raw)
-    plgpu.commit_smem()
+    commit_smem()
 
     def step(t: Index, state: Reg) -> Reg:
         state = decode_step(ctx, t, state)

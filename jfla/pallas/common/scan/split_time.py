@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 
 from jfla import affine
+from jfla.pallas.common.scan.pipeline import scan_kernel
+from jfla.pallas.common.scan.spec import ScanConfig
+from jfla.pallas.common.scan.steps import split_adjoint_spec, split_map_specs
 from jfla.pallas.mgpu.overlap import run
 from jfla.pallas.mgpu.smem import F32
 from jfla.pallas.mgpu.types import Gmem
-from jfla.pallas.sm90.scan.pipeline import scan_kernel
-from jfla.pallas.sm90.scan.spec import ScanConfig
-from jfla.pallas.sm90.scan.steps import split_adjoint_spec, split_map_specs
 from jfla.parallel.stretch import Entered, Stretch
 from jfla.parallel.varying import vary_with
 from jfla.stages import QK, IntraChunk

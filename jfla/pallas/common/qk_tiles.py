@@ -9,13 +9,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfla.gates import NORM_EPSILON
+from jfla.pallas.common.chunk_index import TILE_K, ChunkIndex
+from jfla.pallas.common.decay_sums import GATE_SCALE
+from jfla.pallas.common.gate import GateKind, log2_decay, with_resets
+from jfla.pallas.mgpu.copies import Copies, commit_smem
 from jfla.pallas.mgpu.iota import iota2d, per_column, per_row
-from jfla.pallas.mgpu.mma import WGMMA, zeros
+from jfla.pallas.mgpu.layouts import WGMMA
+from jfla.pallas.mgpu.mma import zeros
 from jfla.pallas.mgpu.smem import F16, F32
-from jfla.pallas.mgpu.types import Barrier, Gmem, Index, Reg, Smem
-from jfla.pallas.sm90.chunk_index import TILE_K, ChunkIndex
-from jfla.pallas.sm90.decay_sums import GATE_SCALE
-from jfla.pallas.sm90.gate import GateKind, log2_decay, with_resets
+from jfla.pallas.mgpu.types import Gmem, Index, Reg, Smem
 from jfla.types import CHUNK
 
 Q, K = range(2)
@@ -70,10 +72,10 @@ class QkTiles(NamedTuple):
         """A tile of an array [B, T, heads, K]."""
         return self.index.rows(ref_gmem, self.value_heads, self.columns(tile))
 
-    def prefetch(self, tile: Index, q_gmem: Gmem, k_gmem: Gmem, barrier: Barrier) -> None:
+    def prefetch(self, tile: Index, q_gmem: Gmem, k_gmem: Gmem, copies: Copies) -> None:
         """Starts the copies of a tile of q and of k."""
         for source, target in ((q_gmem, self.q), (k_gmem, self.k)):
-            plgpu.copy_gmem_to_smem(self.view(source, tile), target.at[tile], barrier)
+            copies.start(self.view(source, tile), target.at[tile])
 
     def write_square_norms(self, tile: Index, gmem: QkgOperands | None = None) -> None:
         """Writes the row sums of x^2 of a tile, and of the tiles that have no line of their own in `square_norms`.
@@ -122,6 +124,14 @@ class QkTiles(NamedTuple):
     def load_raw_gate(self, gmem: QkgOperands, tile: Index) -> Reg:
         """A tile of g as the caller passed it, straight from global memory."""
         return plgpu.load(self.view(gmem.g, tile), layout=WGMMA, optimized=False)
+
+    def write_decays(
+        self, tile: Index, gmem: QkgOperands, bias_smem: Smem, resets_smem: Smem, decay_smem: Smem
+    ) -> None:
+        """A tile of the gate, as the caller passed it, to `scaled_log2_decay` in shared memory."""
+        raw = self.load_raw_gate(gmem, tile)
+        decay_smem[...] = self.scaled_log2_decay(raw, gmem, bias_smem, resets_smem)
+        commit_smem()
 
     def scaled_log2_decay(self, raw: Reg, gmem: QkgOperands, bias_smem: Smem, resets: Smem) -> Reg:
         """float16 log2 decay times GATE_SCALE of a tile of raw gate input, with packing applied.

@@ -5,12 +5,12 @@ import math
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jfla.pallas.common.chunk_index import TILE_V
 from jfla.pallas.mgpu.iota import per_column, per_row
-from jfla.pallas.mgpu.mma import COLS, ROWS
+from jfla.pallas.mgpu.layouts import COLS, ROWS
 from jfla.pallas.mgpu.opaque import pin
 from jfla.pallas.mgpu.smem import F32
 from jfla.pallas.mgpu.types import MemorySpec, Reg, Smem
-from jfla.pallas.sm90.chunk_index import TILE_V
 from jfla.stages import CHUNK_DECAY
 from jfla.types import CHUNK
 

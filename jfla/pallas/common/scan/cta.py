@@ -1,7 +1,7 @@
 """One CTA of a scan over chunks: its producer warpgroup, its consumers, and where their arrays lie.
 
 Each consumer warpgroup owns 64 columns of V; the producer warpgroup issues TMA copies of whole chunks, as many ahead as
-there are pipeline stages.
+there are pipeline stages. Without wgmma the CTA is one consumer, which issues the copies itself.
 """
 
 from typing import Any, NamedTuple
@@ -11,22 +11,32 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jfla.pallas.mgpu.copies import load_with_layout, store_from_layout
-from jfla.pallas.mgpu.mma import WGMMA, zeros
-from jfla.pallas.mgpu.overlap import ReadyFlags
-from jfla.pallas.mgpu.smem import transposed
-from jfla.pallas.mgpu.types import Gmem, Index, Reg, Smem
-from jfla.pallas.sm90.chunk_index import TILE_V, ChunkIndex
-from jfla.pallas.sm90.scan.spec import (
+from jfla.pallas.common.chunk_index import TILE_V, ChunkIndex
+from jfla.pallas.common.scan.spec import (
     ChunkTiles,
     GmemOperands,
-    PipelineBarriers,
     ScanConfig,
     ScanSpec,
     SharedStorage,
     is_state,
 )
-from jfla.pallas.sm90.token_decay import TokenDecay
+from jfla.pallas.common.token_decay import TokenDecay
+from jfla.pallas.mgpu.copies import (
+    Copies,
+    commit_smem,
+    fits_cp_async,
+    load_with_layout,
+    store_from_layout,
+    store_tile,
+    store_transposed,
+    wait_for_stores,
+)
+from jfla.pallas.mgpu.layouts import WGMMA
+from jfla.pallas.mgpu.machine import on_hopper
+from jfla.pallas.mgpu.mma import zeros
+from jfla.pallas.mgpu.overlap import ReadyFlags
+from jfla.pallas.mgpu.smem import transposed
+from jfla.pallas.mgpu.types import Barrier, Gmem, Index, Reg, Smem
 
 
 class GridIndex(NamedTuple):
@@ -67,7 +77,7 @@ class ScanCta(NamedTuple):
     chunk_offset: Index  # chunks before the first that is scanned
     steps: StepRange
     smem: SharedStorage
-    barriers: PipelineBarriers
+    barriers: Barrier  # PipelineBarriers, or None without TMA
 
     # Where things are.
 
@@ -133,8 +143,11 @@ class ScanCta(NamedTuple):
 
     def run_consumer(self, wg: Index) -> None:
         """Scans all chunks of this CTA with the state in registers."""
-        few_registers = self.smem.state is not None
-        plgpu.set_max_registers(248 if few_registers else 232, action="increase")
+        if self.config.has_producer:
+            few_registers = self.smem.state is not None
+            plgpu.set_max_registers(248 if few_registers else 232, action="increase")
+        else:
+            self.start_first_copies()
         if self.gmem.initial is None:
             state = zeros(TILE_V, self.spec.key_dim)
         else:
@@ -156,7 +169,7 @@ class ScanCta(NamedTuple):
             state, _ = lax.fori_loop(*self.steps, step, (state, zero))
         if self.last is not None and not self.stores_groups:
             self.store_last(state, wg)
-        plgpu.wait_smem_to_gmem(0)
+        wait_for_stores()
 
     @property
     def stores_groups(self) -> bool:
@@ -196,25 +209,69 @@ class ScanCta(NamedTuple):
     def consume_chunk(self, i: Index, state: Reg, wg: Index, zero: Index) -> Reg:
         """Waits for a step's chunk, steps, gives its stage back and starts the copies of what was stored."""
         stage = self.stage(i, zero)
-        plgpu.barrier_wait(self.barriers.full.at[stage])
+        self.wait_for_chunk(i, stage)
         stored: list[int] = []
 
         def store(which: int, x: Reg) -> None:
             if not stored:  # the staging tiles still hold what was stored of the chunk before
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                wait_for_stores(read_only=True)
             stored.append(which)
             tile = self.smem.staging[which].at[wg]
             spec = self.spec.stores[which]
-            target = tile if is_state(spec) else transposed(tile)
-            target[...] = x.astype(spec.dtype)
+            if is_state(spec):
+                tile[...] = x.astype(spec.dtype)
+            else:
+                store_transposed(tile, x.astype(spec.dtype))
 
         state = self.spec.step(state, self.tiles(stage, wg), store)
         # Orders this chunk's reads of shared memory before the copies that refill its stage, too.
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(self.barriers.empty.at[stage])
+        commit_smem()
+        if self.config.has_producer:
+            plgpu.barrier_arrive(self.barriers.empty.at[stage])
+        else:
+
+            @pl.when(i + self.config.stages < self.steps.end)
+            def _():
+                self.copy_chunk(i + self.config.stages, stage)
+
         for which in stored:
-            plgpu.copy_smem_to_gmem(self.smem.staging[which].at[wg], self.store_view(which, i, wg))
+            store_tile(self.smem.staging[which].at[wg], self.store_view(which, i, wg))
         return state
+
+    def full(self, stage: Index) -> Copies:
+        """The copies of a chunk into a pipeline stage."""
+        return Copies(None if self.barriers is None else self.barriers.full.at[stage])
+
+    def wait_for_chunk(self, i: Index, stage: Index) -> None:
+        """Waits until a step's chunk is in shared memory."""
+        if on_hopper() or self.config.stages == 1:
+            self.full(stage).wait()
+            return
+        ahead = self.config.stages - 1
+
+        @pl.when(i + ahead < self.steps.end)
+        def _():
+            self.full(stage).wait(started_since=ahead * self.copies_per_chunk)
+
+        @pl.when(i + ahead >= self.steps.end)
+        def _():
+            self.full(stage).wait()
+
+    @property
+    def copies_per_chunk(self) -> int:
+        """Those of `copy_chunk` that are made with cp.async, where there is no TMA."""
+        chunks = self.smem.chunks
+        targets = [x.at[0] for x in chunks._replace(values=None) if x is not None]
+        return sum(fits_cp_async(x) for x in targets) + self.config.num_consumer_wgs
+
+    def start_first_copies(self) -> None:
+        """Starts the copies of as many chunks as there are pipeline stages."""
+
+        @pl.loop(
+            self.steps.first, jnp.minimum(self.steps.first + self.config.stages, self.steps.end)
+        )
+        def _(i):
+            self.copy_chunk(i, self.stage(i))
 
     def store_view(self, which: int, i: Index, wg: Index) -> Gmem:
         """Where the part of a store of a step's chunk goes."""
@@ -287,7 +344,7 @@ class ScanCta(NamedTuple):
         chunk = self.global_chunk(i)
         gmem = self.gmem.chunks
         smem = self.smem.chunks
-        full = self.barriers.full.at[stage]
+        full = self.full(stage)
         heads = self.spec.value_heads
         qk = [
             (gmem.k_from_start, smem.k_from_start),
@@ -302,10 +359,10 @@ class ScanCta(NamedTuple):
         for source, target in qk:
             if source is not None:
                 view = chunk.tile_or_rows(source, heads)
-                plgpu.copy_gmem_to_smem(view, target.at[stage], full)
+                full.start(view, target.at[stage])
         for source, target in tiles:
             if source is not None:
-                plgpu.copy_gmem_to_smem(chunk.tile(source), target.at[stage], full)
+                full.start(chunk.tile(source), target.at[stage])
         for wg in range(self.config.num_consumer_wgs):
             view = chunk.rows(gmem.values, heads, self.columns(wg))
-            plgpu.copy_gmem_to_smem(view, smem.values.at[stage, wg], full)
+            full.start(view, smem.values.at[stage, wg])

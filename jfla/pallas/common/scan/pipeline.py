@@ -12,10 +12,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jfla.pallas.mgpu.overlap import Kernel, PendingResults
-from jfla.pallas.mgpu.types import Gmem, Index
-from jfla.pallas.sm90.scan.cta import GridIndex, ScanCta, StepRange
-from jfla.pallas.sm90.scan.spec import (
+from jfla.pallas.common.scan.cta import GridIndex, ScanCta, StepRange
+from jfla.pallas.common.scan.spec import (
     MAX_K_IN_REGISTERS,
     GmemOperands,
     ScanConfig,
@@ -24,6 +22,8 @@ from jfla.pallas.sm90.scan.spec import (
     pipeline_barriers,
     shared_storage,
 )
+from jfla.pallas.mgpu.overlap import Kernel, PendingResults
+from jfla.pallas.mgpu.types import Gmem, Index
 from jfla.types import CHUNK
 
 
@@ -49,6 +49,10 @@ def scan_kernel(specs: tuple[ScanSpec, ...], config: ScanConfig, name: str) -> P
             steps = _steps(specs[i], inputs[i].segments, index)
             scan = ScanCta(*common, *arrays, steps, smem, barriers[i])
 
+            if not config.has_producer:
+                scan.run_consumer(jnp.int32(0))
+                return
+
             @pl.when(wg < num_consumer_wgs)
             def _consumer():
                 scan.run_consumer(wg if num_consumer_wgs > 1 else jnp.int32(0))
@@ -63,6 +67,9 @@ def scan_kernel(specs: tuple[ScanSpec, ...], config: ScanConfig, name: str) -> P
             def _(i=i):
                 run_scan(i)
 
+        if not config.has_producer:
+            return
+
         # A launch may have more warpgroups; those give their registers away.
         @pl.when(wg > num_consumer_wgs)
         def _idle():
@@ -73,7 +80,7 @@ def scan_kernel(specs: tuple[ScanSpec, ...], config: ScanConfig, name: str) -> P
         inputs=[spec.operands for spec in specs],
         outputs=[spec.outputs for spec in specs],
         num_ctas=math.prod(grid),
-        num_warpgroups=num_consumer_wgs + 1,
+        num_warpgroups=num_consumer_wgs + config.has_producer,
         smem=smem_spec,
         barriers=[pipeline_barriers(spec, num_consumer_wgs, stages) for spec in specs],
         body=body,

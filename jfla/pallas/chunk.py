@@ -1,4 +1,4 @@
-"""The chunked ops on Hopper: forward and backward as lists of stage calls, from validated inputs to outputs."""
+"""The chunked ops by kernels: forward and backward as lists of stage calls, from validated inputs to outputs."""
 
 import dataclasses
 from typing import Any
@@ -26,19 +26,23 @@ from jfla.pallas.arrays import (
     to_kernel_states,
     to_tokens,
 )
+from jfla.pallas.common.chunk_index import TimeSpan
+from jfla.pallas.common.intra_gdn import IntraGdnConfig, intra_gdn
+from jfla.pallas.common.qk_tiles import QkOptions
+from jfla.pallas.common.results import IntraResults, KernelGrads
+from jfla.pallas.common.scan.spec import ScanConfig
+from jfla.pallas.common.scan.split_time import split_ends, split_states, stretch_end
+from jfla.pallas.common.scan.steps import backward_scans_kernel, output_scan_kernel
 from jfla.pallas.heuristics import Schedule
+from jfla.pallas.mgpu.machine import tracing_for
 from jfla.pallas.mgpu.overlap import PendingResults, overlap, run
 from jfla.pallas.mgpu.smem import BF16, F16, F32
-from jfla.pallas.sm90.chunk_index import TimeSpan
+from jfla.pallas.mma.grads_gdn import grads_gdn as mma_grads_gdn
+from jfla.pallas.mma.grads_kda import grads_kda as mma_grads_kda
+from jfla.pallas.mma.intra_kda import intra_kda as mma_intra_kda
 from jfla.pallas.sm90.grads_gdn.kernel import grads_gdn, result_shapes, sum_over_channel_blocks
 from jfla.pallas.sm90.grads_kda.kernel import grads_kda
-from jfla.pallas.sm90.intra_gdn import IntraGdnConfig, intra_gdn
 from jfla.pallas.sm90.intra_kda.kernel import intra_kda
-from jfla.pallas.sm90.qk_tiles import QkOptions
-from jfla.pallas.sm90.results import IntraResults, KernelGrads
-from jfla.pallas.sm90.scan.spec import ScanConfig
-from jfla.pallas.sm90.scan.split_time import split_ends, split_states, stretch_end
-from jfla.pallas.sm90.scan.steps import backward_scans_kernel, output_scan_kernel
 from jfla.parallel.stretch import Entered, Stretch
 from jfla.stages import QK, FactoredQK, IntraChunk, Residuals, ScanResults
 from jfla.types import DeltaRuleOutput, Inputs, Options, State, Value
@@ -57,13 +61,15 @@ def intra_kernel(
 ) -> PendingResults:
     """The intra-chunk kernel: IntraResults. Without `with_a` the caller has a_qk and a_inv already."""
     static = qk_options(x, inputs, options)
-    num_ctas = num_ctas or schedule.num_sms
+    num_ctas = num_ctas or schedule.intra_ctas
     beta = (x.beta,) if with_a else ()
     if options.op.scalar_gate:
         tokens = chunk_major(log2_decays(x, inputs), *beta)
         config = IntraGdnConfig(schedule.intra_wgs, num_ctas)
         return intra_gdn(x.q, x.k, tokens, static, config)
     tokens = chunk_major(*beta) if with_a else None
+    if schedule.machine != "hopper":
+        return mma_intra_kda(qkg_operands(x, inputs), tokens, x.v.shape[2], static)
     return intra_kda(qkg_operands(x, inputs), tokens, x.v.shape[2], static, num_ctas)
 
 
@@ -80,9 +86,13 @@ def grads_kernel(
     static = qk_options(x, inputs, options)
     dtype = query_dtype(inputs) if out_dtype is None else out_dtype
     if not options.op.scalar_gate:
+        if schedule.machine != "hopper":
+            return mma_grads_kda(qkg_operands(x, inputs), scans, static, dtype)
         return grads_kda(qkg_operands(x, inputs), scans, static, dtype)
     qk = intra_results.qk
     tokens = intra_results.token_scalars
+    if schedule.machine != "hopper":
+        return mma_grads_gdn(qk, tokens, scans, static, dtype)
     return sum_over_channel_blocks(grads_gdn(qk, tokens, scans, static, schedule.num_sms, dtype))
 
 
@@ -101,6 +111,17 @@ def forward(
     stretch: Stretch | None = None,
 ) -> tuple[DeltaRuleOutput, Residuals]:
     """The output, and what the backward needs beside the inputs; of a stretch of time if other devices have more."""
+    with tracing_for(schedule.machine):
+        return _forward(inputs, options, schedule, for_backward, stretch)
+
+
+def _forward(
+    inputs: Inputs,
+    options: Options,
+    schedule: Schedule,
+    for_backward: bool,
+    stretch: Stretch | None,
+) -> tuple[DeltaRuleOutput, Residuals]:
     x = kernel_arrays(inputs, options)
     entered, split_r = None, None
     dims = x.dims
@@ -154,6 +175,18 @@ def backward(
     d_final: State | None,
 ) -> Inputs:
     """Cotangents of the inputs; those of the results are brought into float16's range where it computes."""
+    with tracing_for(schedule.machine):
+        return _scaled_backward(inputs, options, schedule, residuals, d_output, d_final)
+
+
+def _scaled_backward(
+    inputs: Inputs,
+    options: Options,
+    schedule: Schedule,
+    residuals: Residuals,
+    d_output: Value,
+    d_final: State | None,
+) -> Inputs:
     scale = None
     if operand_dtype(inputs, options) == F16 and residuals.entered is None:
         scale = cotangent_scale(inputs, d_output, d_final)

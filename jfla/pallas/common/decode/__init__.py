@@ -1,4 +1,4 @@
-"""Decoding on Hopper: `Inputs` of a few tokens and a state -> `DeltaRuleOutput`, by one kernel.
+"""Decoding by a kernel: `Inputs` of a few tokens and a state -> `DeltaRuleOutput`, by one kernel.
 
 `kernel.py` is the kernel and its launch, `spec.py` what a call is made of, and `layouts.py` how
 arrays lie in its registers.
@@ -16,11 +16,12 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from jfla._inputs.pooled import on_pool
+from jfla.pallas.common.decode.kernel import launch_decode
 from jfla.pallas.context import interpreted
 from jfla.pallas.heuristics import DECODE_TOKENS, HOPPER_SMS, decode_v_block, dims_of
+from jfla.pallas.mgpu.machine import Machine, tracing_for
 from jfla.pallas.mgpu.smem import F32
 from jfla.pallas.mgpu.types import Gmem
-from jfla.pallas.sm90.decode.kernel import launch_decode
 from jfla.parallel import dims
 from jfla.parallel.sharding import compiler_partitioned
 from jfla.parallel.split import split_by
@@ -47,6 +48,7 @@ class DecodePlan:
     interpret: bool = False
     by_platform: bool = False
     num_sms: int = HOPPER_SMS
+    machine: Machine = "hopper"
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
@@ -67,7 +69,8 @@ def _decode(
             part = dims_of(inputs)
             if part != whole:
                 v_block = decode_v_block(part.value_dim, part.sequences, plan.num_sms)
-            return _launches(inputs, options, v_block)
+            with tracing_for(plan.machine):
+                return _launches(inputs, options, v_block)
 
         outputs = jax.custom_batching.sequential_vmap(split)(inputs)
         return vary_with(outputs, inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta)

@@ -4,14 +4,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jfla.pallas import chunk
 from jfla.pallas.arrays import kernel_arrays, to_kernel_state
+from jfla.pallas.common.chunk_index import CHANNEL_BLOCK
+from jfla.pallas.common.scan.spec import ScanConfig
+from jfla.pallas.common.scan.steps import output_scan_kernel
 from jfla.pallas.heuristics import Schedule, dims_of, schedule
 from jfla.pallas.mgpu.overlap import run
 from jfla.pallas.mgpu.smem import F32
-from jfla.pallas.sm90 import chunk
-from jfla.pallas.sm90.chunk_index import CHANNEL_BLOCK
-from jfla.pallas.sm90.scan.spec import ScanConfig
-from jfla.pallas.sm90.scan.steps import output_scan_kernel
 from jfla.stages import QK, ChunkGrads, IntraChunk, ScanResults
 from jfla.types import Inputs, Options
 

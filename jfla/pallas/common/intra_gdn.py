@@ -17,20 +17,23 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
+from jfla.pallas.common.beta_scaling import write_a_inv, write_beta_scaling, write_lower
+from jfla.pallas.common.chunk_index import TILE_K, ChunkGrid
+from jfla.pallas.common.qk_tiles import K, Q, QkOptions, QkTiles
+from jfla.pallas.common.results import IntraResults
+from jfla.pallas.common.token_decay import pair_decay
 from jfla.pallas.context import interpreting
+from jfla.pallas.mgpu.copies import Copies, commit_smem, store_tile, wait_for_stores
 from jfla.pallas.mgpu.iota import iota2d, iota_smem, per_column, per_row, write_iota
-from jfla.pallas.mgpu.mma import COLS, ROWS, dot, zeros
+from jfla.pallas.mgpu.layouts import COLS, ROWS
+from jfla.pallas.mgpu.machine import on_hopper
+from jfla.pallas.mgpu.mma import dot, zeros
 from jfla.pallas.mgpu.opaque import opaque_zero, pin
 from jfla.pallas.mgpu.overlap import Kernel, PendingResults, ReadyFlags
 from jfla.pallas.mgpu.scheduler import TileScheduler, WorkTile
 from jfla.pallas.mgpu.smem import F16, F32, tile_smem, transposed
 from jfla.pallas.mgpu.triangular import TriangularInverse, masks_smem, write_masks
 from jfla.pallas.mgpu.types import Barrier, Gmem, Index, MemorySpec, Reg, Smem
-from jfla.pallas.sm90.beta_scaling import write_a_inv, write_beta_scaling, write_lower
-from jfla.pallas.sm90.chunk_index import TILE_K, ChunkGrid
-from jfla.pallas.sm90.qk_tiles import K, Q, QkOptions, QkTiles
-from jfla.pallas.sm90.results import IntraResults
-from jfla.pallas.sm90.token_decay import pair_decay
 from jfla.stages import CHUNK_DECAY, K_FROM_START, K_TO_END, Q_FROM_START, FactoredQK, IntraChunk
 from jfla.types import CHUNK
 
@@ -63,6 +66,11 @@ class IntraGdnSpec(NamedTuple):
     @property
     def loads_qk(self) -> bool:
         return self.with_intra or self.options.qk_norm
+
+    @property
+    def keeps_masks(self) -> bool:
+        """Whether shared memory has room for the masks of the inverse beside the tiles of several warpgroups."""
+        return self.wgs_per_cta > 1
 
     @property
     def num_token_inputs(self) -> int:
@@ -128,7 +136,7 @@ class IntraGdnWarpgroup(NamedTuple):
     scratch: Smem  # [C, C] float16: of the inverse
     vectors: TokenVectors
     masks: Smem
-    barriers: Barriers
+    barriers: Barrier  # Barriers, or None without TMA
 
     def opaque_index(self, n: int) -> Index:
         """n, as a traced value: `dot` cannot close over a reference that a Python int indexed."""
@@ -141,6 +149,9 @@ class IntraGdnWarpgroup(NamedTuple):
     def wait_for_masks(self) -> None:
         """Waits until every warpgroup has written its share of the masks, which happens once."""
 
+        if self.masks is None:
+            return
+
         @pl.when(self.work.iteration == 0)
         def _():
             plgpu.barrier_wait(self.barriers.masks_written)
@@ -148,13 +159,13 @@ class IntraGdnWarpgroup(NamedTuple):
 
 def load_tokens(ctx: IntraGdnWarpgroup, gmem: IntraGdnInputs) -> None:
     """Copies the chunk's q, k and token inputs to shared memory and waits for them."""
-    loaded = ctx.barriers.loaded.at[ctx.wg]
+    loaded = Copies(None if ctx.barriers is None else ctx.barriers.loaded.at[ctx.wg])
     if ctx.spec.loads_qk:
         for tile in range(ctx.spec.num_tiles):
             ctx.qk.prefetch(tile, gmem.q, gmem.k, loaded)
     source = ctx.qk.index.tile(gmem.token_inputs)
-    plgpu.copy_gmem_to_smem(source, ctx.vectors.token_inputs, loaded)
-    plgpu.barrier_wait(loaded)
+    loaded.start(source, ctx.vectors.token_inputs)
+    loaded.wait()
 
 
 def write_row_factors(ctx: IntraGdnWarpgroup) -> None:
@@ -169,7 +180,7 @@ def write_row_factors(ctx: IntraGdnWarpgroup) -> None:
         ctx.qk.write_square_norms(0)
     if vectors.beta_scaling is not None:
         write_beta_scaling(vectors.token_inputs.at[BETA], vectors.beta_scaling)
-    plgpu.commit_smem()
+    commit_smem()
     last = vectors.token_scalars[LOG2_CUM, CHUNK - 1]
     last = plgpu.layout_cast(lax.broadcast_in_dim(last, (CHUNK,), []), ROWS)
     q_from_start = jnp.exp2(log2_cum) * ctx.spec.options.scale
@@ -218,13 +229,16 @@ def compute_a(ctx: IntraGdnWarpgroup, intra_gmem: IntraChunk) -> None:
     qk_dots = decayed_dots(ctx, Q)  # before the mask, which would be live across the dots
     a_qk = jnp.where(ctx.lower_mask(), qk_dots, zeros(CHUNK, CHUNK))
     a_qk_smem[...] = a_qk.astype(a_qk_smem.dtype)
-    plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(a_qk_smem, index.tile(intra_gmem.a_qk))
-    write_lower(decayed_dots(ctx, K), beta_scaling, ctx.lower, ctx.work.zero)
+    commit_smem()
+    store_tile(a_qk_smem, index.tile(intra_gmem.a_qk))
+    kk_dots = decayed_dots(ctx, K)
+    if ctx.masks is None:  # without masks the inverse reads the upper triangle, too
+        kk_dots = jnp.where(ctx.lower_mask(), kk_dots, zeros(CHUNK, CHUNK))
+    write_lower(kk_dots, beta_scaling, ctx.lower, ctx.work.zero)
     ctx.wait_for_masks()
-    inverse = TriangularInverse(ctx.lower, ctx.scratch, ctx.work.zero, masks_smem=ctx.masks)
+    inverse = TriangularInverse(ctx.lower, ctx.scratch, ctx.work.zero, ctx.vectors.iota, ctx.masks)
     write_a_inv(inverse, beta_scaling, a_inv_smem)
-    plgpu.copy_smem_to_gmem(a_inv_smem, index.tile(intra_gmem.a_inv))
+    store_tile(a_inv_smem, index.tile(intra_gmem.a_inv))
 
 
 def intra_of_chunk(
@@ -234,14 +248,14 @@ def intra_of_chunk(
     index = ctx.qk.index
     load_tokens(ctx, gmem)
     write_row_factors(ctx)
-    plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(ctx.vectors.factors, index.tile(out_gmem.factors))
-    plgpu.copy_smem_to_gmem(ctx.vectors.token_scalars, index.tile(out_gmem.token_scalars))
+    commit_smem()
+    store_tile(ctx.vectors.factors, index.tile(out_gmem.factors))
+    store_tile(ctx.vectors.token_scalars, index.tile(out_gmem.token_scalars))
     if out_gmem.intra is not None:
         compute_a(ctx, out_gmem.intra)
     ready_flags.signal(index)
     # The next chunk is loaded over what these stores read.
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    wait_for_stores(read_only=True)
 
 
 def intra_gdn(
@@ -278,12 +292,12 @@ def intra_gdn(
         def _():
             iota = smem.vectors.iota.at[wg]
             write_iota(iota)
-            if spec.with_intra:
+            if smem.masks is not None:
                 write_masks(smem.masks, iota, wg, spec.wgs_per_cta)
                 plgpu.barrier_arrive(barriers.masks_written)
             scheduler.for_each_tile(work_on, cta, wg, gmem.zero)
 
-        plgpu.wait_smem_to_gmem(0)
+        wait_for_stores()
 
     def resolve(outputs: IntraGdnOutputs) -> IntraResults:
         qk = FactoredQK(q, k, outputs.factors)
@@ -364,7 +378,7 @@ def _shared_storage(spec: IntraGdnSpec) -> SharedStorage:
         return plgpu.SMEM((spec.wgs_per_cta, *rows, CHUNK), F32)
 
     return SharedStorage(
-        masks=masks_smem() if spec.with_intra else None,
+        masks=masks_smem() if spec.with_intra and spec.keeps_masks else None,
         q=_qk_smem(spec) if spec.loads_qk else None,
         k=_qk_smem(spec) if spec.loads_qk else None,
         vectors=TokenVectors(
@@ -394,9 +408,11 @@ def _qk_smem(spec: IntraGdnSpec) -> MemorySpec:
     return own_tiles, f16_tiles
 
 
-def _barriers(spec: IntraGdnSpec) -> Barriers:
+def _barriers(spec: IntraGdnSpec) -> Barriers | None:
+    if not on_hopper():
+        return None
     copies_of_qk = 2 * spec.num_tiles * spec.loads_qk
     return Barriers(
         loaded=plgpu.Barrier(num_arrivals=1 + copies_of_qk, num_barriers=spec.wgs_per_cta),
-        masks_written=plgpu.Barrier(num_arrivals=spec.wgs_per_cta),
+        masks_written=plgpu.Barrier(num_arrivals=spec.wgs_per_cta) if spec.keeps_masks else None,
     )

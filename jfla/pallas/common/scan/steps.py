@@ -15,17 +15,17 @@ Everything is transposed, [V, C] and [V, K]: see spec.py.
 from collections.abc import Callable
 
 import jax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
+from jfla.pallas.common.chunk_index import TimeSpan
+from jfla.pallas.common.scan.pipeline import scan_kernel
+from jfla.pallas.common.scan.spec import ChunkTiles, ScanConfig, ScanSpec, Store, gmem_operands
+from jfla.pallas.common.token_decay import times
+from jfla.pallas.mgpu.copies import commit_smem
 from jfla.pallas.mgpu.mma import dots, dots_while, load, zeros
 from jfla.pallas.mgpu.overlap import PendingResults, run
 from jfla.pallas.mgpu.smem import F32, transposed
 from jfla.pallas.mgpu.types import Gmem, Reg, Smem
-from jfla.pallas.sm90.chunk_index import TimeSpan
-from jfla.pallas.sm90.scan.pipeline import scan_kernel
-from jfla.pallas.sm90.scan.spec import ChunkTiles, ScanConfig, ScanSpec, Store, gmem_operands
-from jfla.pallas.sm90.token_decay import times
 from jfla.stages import (
     K_FROM_START,
     K_TO_END,
@@ -52,7 +52,7 @@ def _state_operand(
         tiles.state[...] = state16
     else:
         store(0, state16)  # its staging tile is tiles.state
-    plgpu.commit_smem()
+    commit_smem()
     return tiles.state, lambda: None
 
 

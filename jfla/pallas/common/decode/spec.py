@@ -13,9 +13,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
+from jfla.pallas.common.gate import GateKind
 from jfla.pallas.mgpu.smem import F32
 from jfla.pallas.mgpu.types import Gmem, Index, MemorySpec, Smem
-from jfla.pallas.sm90.gate import GateKind
 from jfla.pool import named_slots
 from jfla.types import Inputs, Options
 

@@ -13,12 +13,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Int
 
+from jfla.pallas.common.chunk_index import TILE_V, TimeSpan
+from jfla.pallas.common.token_decay import TokenDecay, decay_smem
 from jfla.pallas.heuristics import HOPPER_SMEM_BYTES
+from jfla.pallas.mgpu.machine import on_hopper
 from jfla.pallas.mgpu.opaque import opaque_zero
 from jfla.pallas.mgpu.smem import F32, num_bytes, tile_smem
 from jfla.pallas.mgpu.types import Barrier, Gmem, MemorySpec, Reg, Smem
-from jfla.pallas.sm90.chunk_index import TILE_V, TimeSpan
-from jfla.pallas.sm90.token_decay import TokenDecay, decay_smem
 from jfla.stages import QK, FactoredQK, IntraChunk
 from jfla.types import CHUNK
 
@@ -38,6 +39,11 @@ class ScanConfig(NamedTuple):
     @property
     def num_consumer_wgs(self) -> int:
         return self.v_block // TILE_V
+
+    @property
+    def has_producer(self) -> bool:
+        """Whether a warpgroup of its own issues the copies."""
+        return on_hopper()
 
 
 class ChunkTiles(NamedTuple):
@@ -283,8 +289,10 @@ def _chunks_smem(specs: tuple[ScanSpec, ...], num_wgs: int, stages: int) -> TmaO
     )
 
 
-def pipeline_barriers(spec: ScanSpec, num_wgs: int, stages: int) -> PipelineBarriers:
+def pipeline_barriers(spec: ScanSpec, num_wgs: int, stages: int) -> PipelineBarriers | None:
     """One arrival for each copy of a chunk: the values come in one copy for each consumer warpgroup."""
+    if not on_hopper():
+        return None
     shared = spec.operands.chunks._replace(values=None)
     num_copies = sum(x is not None for x in shared) + num_wgs
     return PipelineBarriers(

@@ -7,8 +7,9 @@ float16.
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jfla.pallas.mgpu.copies import commit_smem
 from jfla.pallas.mgpu.iota import per_column, per_row
-from jfla.pallas.mgpu.mma import ROWS
+from jfla.pallas.mgpu.layouts import ROWS
 from jfla.pallas.mgpu.opaque import pin
 from jfla.pallas.mgpu.smem import F16
 from jfla.pallas.mgpu.triangular import TriangularInverse
@@ -36,11 +37,11 @@ def scale_rows_and_columns(x: Reg, scaling_smem: Smem, zero: Index, inverse: boo
 def write_lower(lower: Reg, scaling_smem: Smem, tile_smem: Smem, zero: Index) -> None:
     """-s L t into a float16 tile, of which `TriangularInverse` reads what is strictly lower."""
     tile_smem[...] = scale_rows_and_columns(-lower, scaling_smem, zero).astype(F16)
-    plgpu.commit_smem()
+    commit_smem()
 
 
 def write_a_inv(inverse: TriangularInverse, scaling_smem: Smem, a_inv_smem: Smem) -> None:
     """(I + diag(beta) L)^-1 diag(beta) into a 16-bit tile, from what `write_lower` left."""
     x = scale_rows_and_columns(inverse(), scaling_smem, inverse.zero, inverse=True)
     a_inv_smem[...] = x.astype(a_inv_smem.dtype)
-    plgpu.commit_smem()
+    commit_smem()

@@ -1,0 +1,375 @@
+"""Kernel jfla_grads_kda_mma: `QkgOperands` and `ScanResults` to `KernelGrads`.
+
+A CTA, of one warpgroup, has 64 channels of a chunk.
+
+Derived in docs/math.md, equations (13) to (17). W_q = stril(do v_new^T) and W_k = -stril(dv v_new^T) are the cotangents
+of the A matrices, D_ij is the decay from token j to token i, q is scaled, and dv carries beta:
+
+    dq_i = decay_from_start_i (do S^T)_i + sum_j W_q_ij D_ij k_j
+    dk_i = - decay_from_start_i (dv S^T)_i + decay_to_end_i (v_new dS^T)_i
+           + sum_j W_k_ij D_ij k_j + sum_j D_ji (W_q_ji q_j + W_k_ji k_j)
+    dg_m = chunk_decay sum_v(S dS) + sum_{i < m} k_i dk_end_i + sum_{i >= m} z_i
+
+with dk_end the part of dk that decays to the chunk's end, and z = x dx over all other parts, with a minus for what
+later tokens give to a key. z is made of the rounded factors that the matmuls saw, so that what a pair gives to its two
+tokens cancels. Pairs i = j have no decay and join dq and dk last. Pairs go in the blocks and passes of `kda_blocks.py`.
+Of q and k under qk_norm the kernel leaves the cotangents after the norm.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
+
+from jfla.pallas.common.chunk_index import TILE_K, TILE_V, ChunkGrid, ChunkIndex, PartGrid
+from jfla.pallas.common.qk_tiles import K, Q, QkgOperands, QkOptions, QkTiles
+from jfla.pallas.common.results import KernelGrads
+from jfla.pallas.mgpu.copies import Copies, commit_smem, load_with_layout, store_from_layout
+from jfla.pallas.mgpu.iota import iota_smem, per_column, per_row, write_iota
+from jfla.pallas.mgpu.launch import launch
+from jfla.pallas.mgpu.layouts import COLS, ROWS, WGMMA
+from jfla.pallas.mgpu.mma import dot, dots, load, zeros
+from jfla.pallas.mgpu.opaque import opaque_zero
+from jfla.pallas.mgpu.smem import BF16, F16, F32, tile_smem, transposed
+from jfla.pallas.mgpu.types import Gmem, Index, MemorySpec, Reg, Smem
+from jfla.pallas.mma import kda_blocks
+from jfla.pallas.mma.kda_blocks import BLOCK, NUM_BLOCKS, ChunkDecays
+from jfla.stages import ScanResults
+from jfla.types import CHUNK
+
+DO, DV, V_NEW = range(3)  # of SharedStorage.values
+STATE, DSTATE = range(2)  # of SharedStorage.states
+
+
+class GradsKdaInputs(NamedTuple):
+    """Global memory that the kernel reads."""
+
+    qkg: QkgOperands
+    scans: ScanResults
+    zero: Gmem  # opaque zero
+
+
+class SharedStorage(NamedTuple):
+    """Shared memory of a CTA: tiles [C, 64] of 16 bits, vectors float32."""
+
+    values: Smem  # [3] tiles: 64 columns of V of do, dv, v_new; then q and k as rows of a pass, and k as its columns
+    states: Smem  # [2] tiles: 64 rows, of V, of S^T and dS^T; then the two parts of a summand of dg
+    q: Smem  # [1] tile
+    k: Smem  # [1] tile
+    weights: Smem  # [2] tiles: W_q and W_k
+    decay: Smem  # [1] float16 tile: log2 decays of the tile of channels, times GATE_SCALE
+    square_norms: Smem  # [2, 1, C]
+    bias: Smem  # [64], where there is a gate
+    resets: Smem  # [C], where sequences are packed
+    diagonals: Smem  # [2, C]: do . v_new and dv . v_new of every token
+    z: Smem  # [C, 64] float32
+    least: Smem  # [C]: of a row the least sum of log2 decays since its block began
+    dg_chunk: Smem  # [64]: what the states give to dg of every token
+    iota: Smem  # [1, C] int32
+
+
+class GradsKdaCta(NamedTuple):
+    """What the warpgroup of a CTA sees of its chunk."""
+
+    qk: QkTiles
+    gmem: GradsKdaInputs
+    smem: SharedStorage
+    zero: Index
+
+    @property
+    def index(self) -> ChunkIndex:
+        return self.qk.index
+
+    @property
+    def decays(self) -> ChunkDecays:
+        return ChunkDecays(self.smem.decay.at[self.zero], self.smem.iota.at[self.zero], self.zero)
+
+    def with_later_zero(self, zero: Index) -> "GradsKdaCta":
+        """The same with addresses in global memory that are computed anew, not kept since the last ones."""
+        index = self.qk.index
+        qk = self.qk._replace(index=index._replace(chunk=index.chunk + zero))
+        return self._replace(qk=qk, zero=zero)
+
+    def add_to_z(self, x: Reg) -> None:
+        """Adds to z in shared memory: registers have no room for it beside dq and dk."""
+        self.smem.z[...] = load(self.smem.z) + x
+
+    @property
+    def rows(self) -> tuple[Smem, Smem]:
+        """q and k with the factors of rows in a pass: the place of do and dv."""
+        return self.smem.values.at[self.zero + DO], self.smem.values.at[self.zero + DV]
+
+    @property
+    def columns(self) -> Index:
+        """Where the CTA's channels lie among all."""
+        return self.qk.columns(0)
+
+    @property
+    def k_columns(self) -> Smem:
+        """k with the factors of columns in a pass: the place of v_new."""
+        return self.smem.values.at[self.zero + V_NEW]
+
+
+class Grads(NamedTuple):
+    """Of 64 channels: sums that pairs of tokens still add to."""
+
+    dq: Reg  # [C, 64]
+    dk: Reg  # [C, 64]
+
+
+def load_values(ctx: GradsKdaCta, v_tile: Index, copies: Copies) -> None:
+    """Starts the copies of 64 columns of V of do, dv and v_new."""
+    columns = pl.ds(v_tile * TILE_V, TILE_V)
+    scans = ctx.gmem.scans
+    for which, source in ((DO, scans.do), (DV, scans.dv), (V_NEW, scans.v_new)):
+        view = ctx.index.rows(source, ctx.qk.value_heads, columns)
+        copies.start(view, ctx.smem.values.at[which])
+
+
+def load_qk(ctx: GradsKdaCta, copies: Copies) -> None:
+    """Starts the copies of q, k and the gate's vectors."""
+    qkg = ctx.gmem.qkg
+    ctx.qk.prefetch(0, qkg.q, qkg.k, copies)
+    if ctx.smem.bias is not None:
+        copies.start(qkg.bias.at[ctx.index.head, ctx.columns], ctx.smem.bias)
+    if ctx.smem.resets is not None:
+        copies.start(qkg.resets.at[ctx.index.batch, ctx.index.tokens], ctx.smem.resets)
+
+
+def write_pair_weights(ctx: GradsKdaCta, num_v_tiles: int) -> None:
+    """W_q and W_k, and their diagonals."""
+
+    def add(v_tile: Index, sums: tuple[Reg, Reg]) -> tuple[Reg, Reg]:
+        commit_smem()  # the tile before has been read
+        copies = Copies(None)
+        load_values(ctx, v_tile, copies)
+        copies.wait()
+        v_new = transposed(ctx.smem.values.at[V_NEW])
+        w_q, w_k = sums
+        return dot(w_q, (ctx.smem.values.at[DO], v_new)), dot(w_k, (ctx.smem.values.at[DV], v_new))
+
+    zero = zeros(CHUNK, CHUNK)
+    w_q, w_k = lax.fori_loop(0, num_v_tiles, add, (zero, zero))
+    for which, weights in ((Q, w_q), (K, -w_k)):
+        row, column = ctx.decays.tokens()
+        diagonal = jnp.sum(jnp.where(row == column, weights, zero), axis=1)
+        ctx.smem.diagonals.at[which][...] = diagonal
+        strictly_lower = jnp.where(column < row, weights, zero)
+        ctx.smem.weights.at[which][...] = strictly_lower.astype(BF16)
+    commit_smem()
+
+
+def grads_of_states(ctx: GradsKdaCta, num_v_tiles: int, dg_gmem: Gmem) -> Grads:
+    """What the states give to dq, dk and z; and to dg, which goes to memory."""
+
+    def add(v_tile: Index, sums: tuple[Reg, Reg, Reg, Reg]) -> tuple[Reg, Reg, Reg, Reg]:
+        dq, dk, dk_end, state_dot_dstate = sums
+        commit_smem()  # the tiles before have been read
+        copies = Copies(None)
+        load_values(ctx, v_tile, copies)
+        rows = pl.ds(v_tile * TILE_V, TILE_V)
+        scans = ctx.gmem.scans
+        for which, source in ((STATE, scans.states), (DSTATE, scans.dstates)):
+            view = ctx.index.tile(source).at[rows, ctx.columns]
+            copies.start(view, ctx.smem.states.at[which])
+        copies.wait()
+        state = ctx.smem.states.at[STATE]
+        dstate = ctx.smem.states.at[DSTATE]
+        # With channels as rows, so that no warp needs another.
+        product = load(transposed(state)).astype(F32) * load(transposed(dstate)).astype(F32)
+        dq, dk, dk_end = dots(
+            (dq, (ctx.smem.values.at[DO], state)),
+            (dk, (ctx.smem.values.at[DV], state)),
+            (dk_end, (ctx.smem.values.at[V_NEW], dstate)),
+        )
+        return dq, dk, dk_end, state_dot_dstate + jnp.sum(product, axis=1)
+
+    zero = zeros(CHUNK, TILE_K)
+    zero_rows = plgpu.layout_cast(jnp.zeros(TILE_K, F32), ROWS)
+    sums = lax.fori_loop(0, num_v_tiles, add, (zero, zero, zero, zero_rows))
+    dq, dk, dk_end, state_dot_dstate = sums
+    commit_smem()
+    ctx.smem.dg_chunk[...] = state_dot_dstate * jnp.exp2(ctx.decays.whole_chunk())
+    dk_end = dk_end * jnp.exp2(ctx.decays.to_end())
+    dg = per_column(plgpu.load(ctx.smem.dg_chunk, layout=COLS), CHUNK)
+    after = sum_over_tokens(ctx, ctx.qk.scaled(K, 0) * dk_end, dg, up_to=False)
+    store_from_layout(dg_gmem, after)
+    from_start = jnp.exp2(ctx.decays.from_start())
+    dq = dq * from_start
+    dk = -dk * from_start
+    ctx.smem.z[...] = ctx.qk.scaled(Q, 0) * dq + ctx.qk.scaled(K, 0) * dk
+    return Grads(dq, dk + dk_end)
+
+
+def sum_over_tokens(ctx: GradsKdaCta, x: Reg, acc: Reg, up_to: bool) -> Reg:
+    """acc_m + the sum of x_i over i >= m where a decay reaches up to i, else over i < m. x goes as two bf16 tiles."""
+    high = x.astype(BF16)
+    ctx.smem.states.at[0][...] = high
+    ctx.smem.states.at[1][...] = (x - high.astype(F32)).astype(BF16)
+    commit_smem()
+    row, column = ctx.decays.tokens()
+    chosen = column >= row if up_to else column < row
+    zero = zeros(CHUNK, CHUNK)
+    ones = jnp.where(chosen, zero + 1.0, zero).astype(BF16)
+    return dot(acc, (ones, ctx.smem.states.at[0]), (ones, ctx.smem.states.at[1]))
+
+
+def add_pairs(ctx: GradsKdaCta, grads: Grads) -> tuple[Grads, Index]:
+    """What pairs of tokens give, in as many passes as the block that loses most takes; and a later opaque zero."""
+    ctx.smem.least[...] = jnp.min(ctx.decays.rows_in_block(), axis=1)
+    commit_smem()
+    least = jnp.min(plgpu.load(ctx.smem.least, layout=COLS))
+
+    def one_pass(which_pass: Index, carry: tuple[Grads, Index]) -> tuple[Grads, Index]:
+        bits = which_pass.astype(F32)
+        grads, zero = carry
+        of_pass = ctx._replace(zero=zero)
+        factor = kda_blocks.row_factor(of_pass.decays.rows_in_block(), bits)
+        commit_smem()  # the pass before has read its rows
+        for which, target in zip((Q, K), of_pass.rows):
+            target[...] = (ctx.qk.scaled(which, zero) * factor).astype(BF16)
+
+        def one_block(block: Index, carry: tuple[Grads, Index]) -> tuple[Grads, Index]:
+            grads, zero = carry
+            return add_block(ctx._replace(zero=zero), block, bits, grads), zero & block
+
+        return lax.fori_loop(0, NUM_BLOCKS, one_block, (grads, zero))
+
+    return lax.fori_loop(0, kda_blocks.passes_of(least), one_pass, (grads, ctx.zero))
+
+
+def add_block(ctx: GradsKdaCta, block: Index, bits: Index, grads: Grads) -> Grads:
+    """What the rows of a block give to dq, dk and z in a pass, and what they give to its columns."""
+    dq, dk = grads
+    q_rows, k_rows = ctx.rows
+    w_q = ctx.smem.weights.at[ctx.zero + Q]
+    w_k = ctx.smem.weights.at[ctx.zero + K]
+    zero = zeros(CHUNK, TILE_K)
+    factor = kda_blocks.column_factor(ctx.decays.columns_to_block(block), bits)
+    commit_smem()  # the block before has read its columns
+    ctx.k_columns[...] = (ctx.qk.scaled(K, ctx.zero) * factor).astype(BF16)
+    products = [
+        (transposed(kda_blocks.block_rows(w, block)), kda_blocks.block_rows(rows, block))
+        for w, rows in ((w_q, q_rows), (w_k, k_rows))
+    ]
+    from_rows = dot(zero, *products)
+    dk = dk + factor * from_rows
+    ctx.add_to_z(-load(ctx.k_columns).astype(F32) * from_rows)
+    factor = kda_blocks.row_factor(ctx.decays.rows_in_block(), bits)
+    row, _ = ctx.decays.tokens()
+    in_block = (row & ~(BLOCK - 1)) == block * BLOCK
+    from_columns = jnp.where(in_block, dot(zero, (w_q, ctx.k_columns)), zero)
+    dq = dq + factor * from_columns
+    ctx.add_to_z(load(q_rows).astype(F32) * from_columns)
+    from_columns = jnp.where(in_block, dot(zero, (w_k, ctx.k_columns)), zero)
+    dk = dk + factor * from_columns
+    ctx.add_to_z(load(k_rows).astype(F32) * from_columns)
+    return Grads(dq, dk)
+
+
+def store_grads(ctx: GradsKdaCta, grads: Grads, out_gmem: KernelGrads) -> None:
+    """dq, dk and dg; pairs of a token with itself join here. And dv . v_new, by the first channels."""
+    heads = ctx.qk.value_heads
+    columns = ctx.columns
+    dg_gmem = ctx.index.rows(out_gmem.dg, heads, columns)
+    commit_smem()
+    dg = sum_over_tokens(ctx, load(ctx.smem.z), load_with_layout(dg_gmem, WGMMA), up_to=True)
+    store_from_layout(dg_gmem, dg)
+    diagonal = per_row(plgpu.load(ctx.smem.diagonals.at[Q], layout=ROWS), TILE_K)
+    dq = (grads.dq + diagonal * ctx.qk.scaled(K, 0)) * ctx.qk.scale(Q)
+    dk = grads.dk + diagonal * ctx.qk.scaled(Q, 0)
+    for dx, target in ((dq, out_gmem.dq), (dk, out_gmem.dk)):
+        store_from_layout(ctx.index.rows(target, heads, columns), dx.astype(target.dtype))
+
+    @pl.when(ctx.qk.first == 0)
+    def _():
+        v_new_dot_dv = -plgpu.load(ctx.smem.diagonals.at[K], layout=ROWS)
+        store_from_layout(ctx.index.tile(out_gmem.v_new_dot_dv), v_new_dot_dv)
+
+
+def run_chunk(ctx: GradsKdaCta, out_gmem: KernelGrads) -> None:
+    """Everything of a chunk."""
+    write_iota(ctx.smem.iota.at[0])
+    load_qk(ctx, Copies(None))
+    num_v_tiles = ctx.gmem.scans.v_new.shape[-1] // TILE_V
+    write_pair_weights(ctx, num_v_tiles)  # waits for these copies, too
+    if ctx.qk.options.qk_norm:
+        ctx.qk.write_square_norms(0, ctx.gmem.qkg)
+        commit_smem()
+    ctx.qk.write_decays(0, ctx.gmem.qkg, ctx.smem.bias, ctx.smem.resets, ctx.smem.decay.at[0])
+    dg_gmem = ctx.index.rows(out_gmem.dg, ctx.qk.value_heads, ctx.columns)
+    grads = grads_of_states(ctx, num_v_tiles, dg_gmem)
+    grads, zero = add_pairs(ctx, grads)
+    store_grads(ctx.with_later_zero(zero), grads, out_gmem)
+
+
+def grads_kda(
+    operands: QkgOperands,
+    scans: ScanResults,
+    options: QkOptions,
+    out_dtype: DTypeLike,
+) -> KernelGrads:
+    """On the host: launches the kernel."""
+    batch, heads, n_chunks, _, key_dim = scans.states.shape
+    time = scans.v_new.shape[1]
+    grid = ChunkGrid(batch, heads, n_chunks)
+    parts = PartGrid(grid, num_blocks=key_dim // TILE_K, tiles_per_block=1)
+
+    def body(
+        gmem: GradsKdaInputs, out_gmem: KernelGrads, smem: SharedStorage, barriers: None
+    ) -> None:
+        del barriers
+        part = parts(lax.axis_index("cta"))
+        qk = QkTiles(
+            options=options,
+            index=part.index,
+            value_heads=heads,
+            num_tiles=1,
+            q=smem.q,
+            k=smem.k,
+            square_norms=smem.square_norms,
+            first=part.first_tile,
+        )
+        run_chunk(GradsKdaCta(qk, gmem, smem, gmem.zero[0]), out_gmem)
+
+    shape = jax.ShapeDtypeStruct
+    per_channel = (batch, time, heads, key_dim)
+    dx = shape(per_channel, F32 if options.qk_norm else out_dtype)
+    return launch(
+        body,
+        GradsKdaInputs(operands, scans, opaque_zero()),
+        KernelGrads(dx, dx, shape(per_channel, F32), shape((*grid, CHUNK), F32)),
+        grid={"cta": parts.num_parts},
+        num_warpgroups=1,
+        smem=_shared_storage(operands, options),
+        name="jfla_grads_kda_mma",
+    )
+
+
+def _shared_storage(operands: QkgOperands, options: QkOptions) -> SharedStorage:
+    def tiles(*lead: int, dtype: DTypeLike = BF16) -> MemorySpec:
+        return tile_smem(*lead, CHUNK, TILE_K, dtype=dtype)
+
+    def vectors(*shape: int) -> MemorySpec:
+        return plgpu.SMEM(shape, F32)
+
+    return SharedStorage(
+        values=tiles(3),
+        states=tiles(2),
+        q=tiles(1),
+        k=tiles(1),
+        weights=tiles(2),
+        decay=tiles(1, dtype=F16),
+        square_norms=vectors(2, 1, CHUNK) if options.qk_norm else None,
+        bias=None if options.no_gate else vectors(TILE_K),
+        resets=None if operands.resets is None else vectors(CHUNK),
+        diagonals=vectors(2, CHUNK),
+        z=vectors(CHUNK, TILE_K),
+        least=vectors(CHUNK),
+        dg_chunk=vectors(TILE_K),
+        iota=iota_smem(1, CHUNK),
+    )

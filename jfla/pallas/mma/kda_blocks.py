@@ -1,0 +1,116 @@
+"""KDA's decays between the tokens of a chunk, in one form for every gate: blocks of 16 rows.
+
+The rows of a block decay from its first token, the columns decay, or grow, to that token. Where the block loses more
+than RANGE bits in some channel, its rows go in several passes: in a channel a row takes part in the pass in whose RANGE
+bits its own decay falls, and is 0 in all others, so that every factor is in range and nothing is dropped. What a row
+becomes depends on no later token.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jfla.pallas.common.decay_sums import GATE_SCALE
+from jfla.pallas.mgpu.copies import commit_smem
+from jfla.pallas.mgpu.iota import iota2d, per_row
+from jfla.pallas.mgpu.layouts import COLS, WGMMA
+from jfla.pallas.mgpu.mma import dot, zeros
+from jfla.pallas.mgpu.smem import F16, F32, transposed
+from jfla.pallas.mgpu.types import Index, Reg, Smem
+from jfla.types import CHUNK
+
+BLOCK = 16
+NUM_BLOCKS = CHUNK // BLOCK
+RANGE = 110.0  # log2; leaves bfloat16 room for k, and float32 for sums over channels
+
+
+class ChunkDecays(NamedTuple):
+    """The log2 decays of 64 channels of a chunk, and their sums over spans of tokens, as matmuls with 0/1 matrices."""
+
+    decay_smem: Smem  # float16 tile, times GATE_SCALE
+    line_smem: Smem  # of `write_iota`
+    zero: Index  # an opaque zero, which keeps the matrices out of registers between their uses
+
+    def from_start(self) -> Reg:
+        """[C, 64]: from the chunk's start to the token."""
+        row, column = self.tokens()
+        return self._sums(column <= row)
+
+    def to_end(self) -> Reg:
+        """[C, 64]: after the token to the chunk's end."""
+        row, column = self.tokens()
+        return self._sums(column > row)
+
+    def rows_in_block(self) -> Reg:
+        """[C, 64]: of a row from the first token of its block, without that token's own."""
+        row, column = self.tokens()
+        first = row & ~(BLOCK - 1)
+        return self._sums((column > first) & (column <= row))
+
+    def columns_to_block(self, block: Index) -> Reg:
+        """[C, 64]: of a column to the first token of a block; of the tokens behind it what they grow."""
+        first = block * BLOCK
+        token, summed = self.tokens()
+        before = (token < summed) & (summed <= first)
+        behind = (first < summed) & (summed <= token)
+        return self._sums(before, behind)
+
+    def whole_chunk(self) -> Reg:
+        """[64]: of all tokens, with channels as rows, so that no warp needs another."""
+        decay = plgpu.load(transposed(self.decay_smem), layout=WGMMA).astype(F32)
+        return jnp.sum(decay, axis=1) * (1.0 / GATE_SCALE)
+
+    def tokens(self) -> tuple[Reg, Reg]:
+        """[C, C]: the row and the column number of every element."""
+        row = per_row(lax.iota(jnp.int32, CHUNK) + self.zero, CHUNK)
+        return row, iota2d(1, CHUNK, self.line_smem)
+
+    def _sums(self, added: Reg, subtracted: Reg | None = None) -> Reg:
+        zero = zeros(CHUNK, CHUNK)
+        matrix = jnp.where(added, zero + 1.0 / GATE_SCALE, zero)
+        if subtracted is not None:
+            matrix = jnp.where(subtracted, zero - 1.0 / GATE_SCALE, matrix)
+        commit_smem()  # keeps the compiler from computing several sums at once, for which registers are too few
+        return dot(zero, (matrix.astype(F16), self.decay_smem))
+
+
+def row_factor(rows: Reg, which_pass: Index) -> Reg:
+    """The factor of the rows that take part in a pass, of sums from `ChunkDecays.rows_in_block`; of others 0."""
+    shifted = rows + RANGE * which_pass
+    takes_part = (shifted <= 0.0) & (shifted > -RANGE)
+    return jnp.where(takes_part, jnp.exp2(jnp.minimum(shifted, 0.0)), 0.0 * rows)
+
+
+def column_factor(columns: Reg, which_pass: Index) -> Reg:
+    """The factor of the columns in a pass, of sums from `ChunkDecays.columns_to_block`."""
+    return jnp.exp2(jnp.minimum(columns - RANGE * which_pass, RANGE))
+
+
+def num_passes(least_smem: Smem, block: int) -> Index:
+    """How many passes a block takes, from the least of each row's sums [C]."""
+    rows = least_smem.at[pl.ds(block * BLOCK, BLOCK)]
+    return passes_of(jnp.min(plgpu.load(rows, layout=COLS)))
+
+
+def passes_of(least: Reg) -> Index:
+    """How many passes it takes where the least sum is this one."""
+    return 1 + (least * (-1.0 / RANGE)).astype(jnp.int32)
+
+
+def block_rows(tile_smem: Smem, block: Index) -> Smem:
+    """The rows of a block of a tile."""
+    first = block * BLOCK
+    if not isinstance(block, int):
+        first = pl.multiple_of(first, BLOCK)
+    return tile_smem.at[pl.ds(first, BLOCK)]
+
+
+def causal_columns(block: int, strictly: bool) -> Reg:
+    """[C, BLOCK]: of A^T, column tokens by the rows of a block: True where the column is not behind the row."""
+    shape = (CHUNK, BLOCK)
+    column = lax.broadcasted_iota(jnp.int32, shape, 0)
+    row = lax.broadcasted_iota(jnp.int32, shape, 1) + block * BLOCK
+    return column < row if strictly else column <= row
