@@ -40,8 +40,10 @@ def write_lower(lower: Reg, scaling_smem: Smem, tile_smem: Smem, zero: Index) ->
     commit_smem()
 
 
-def write_a_inv(inverse: TriangularInverse, scaling_smem: Smem, a_inv_smem: Smem) -> None:
+def write_a_inv(
+    inverse: TriangularInverse, scaling_smem: Smem, a_inv_smem: Smem, zero: Index
+) -> None:
     """(I + diag(beta) L)^-1 diag(beta) into a 16-bit tile, from what `write_lower` left."""
-    x = scale_rows_and_columns(inverse(), scaling_smem, inverse.zero, inverse=True)
+    x = scale_rows_and_columns(inverse(), scaling_smem, zero, inverse=True)
     a_inv_smem[...] = x.astype(a_inv_smem.dtype)
     commit_smem()

@@ -60,8 +60,9 @@ def log2_decay(
     rate: Any,
     bias: Any,
     softplus: Callable[[Reg], Reg] = coarse_softplus,
+    times: float = 1.0,
 ) -> Reg:
-    """Raw gate input [C, channels] float32 to log2 decay in [STRONGEST, 0].
+    """Raw gate input [C, channels] float32 to log2 decay in [STRONGEST, 0], times a constant.
 
     `rate` is (a_log, exp(a_log)) of the head and `bias` is shaped like x; None without a gate.
     """
@@ -74,13 +75,13 @@ def log2_decay(
         x = -jnp.where(in_tail, tail, scale * near)
     elif kind.name == "sigmoid":
         x = kind.lower_bound / (1.0 + jnp.exp(-rate[1] * (x + bias)))
-    return jnp.maximum(x * LOG2E, STRONGEST)
+    return jnp.maximum(x * (LOG2E * times), STRONGEST * times)
 
 
-def with_resets(x: Reg, resets: Reg) -> Reg:
-    """log2 decay with the packing of `reset_rows` [C] applied."""
+def with_resets(x: Reg, resets: Reg, times: float = 1.0) -> Reg:
+    """log2 decay times a constant with the packing of `reset_rows` [C] applied."""
     resets = per_row(resets, x.shape[1])
-    return jnp.where(resets > 0.0, 0.0 * x, jnp.maximum(x + resets, STRONGEST))
+    return jnp.where(resets > 0.0, 0.0 * x, jnp.maximum(x + resets * times, STRONGEST * times))
 
 
 def reset_rows(segment_ids: jax.Array, starts: jax.Array) -> jax.Array:

@@ -32,7 +32,7 @@ from jfla.pallas.mgpu.opaque import opaque_zero, pin
 from jfla.pallas.mgpu.overlap import Kernel, PendingResults, ReadyFlags
 from jfla.pallas.mgpu.scheduler import TileScheduler, WorkTile
 from jfla.pallas.mgpu.smem import F16, F32, tile_smem, transposed
-from jfla.pallas.mgpu.triangular import TriangularInverse, masks_smem, write_masks
+from jfla.pallas.mgpu.triangular import TriangularInverse
 from jfla.pallas.mgpu.types import Barrier, Gmem, Index, MemorySpec, Reg, Smem
 from jfla.stages import CHUNK_DECAY, K_FROM_START, K_TO_END, Q_FROM_START, FactoredQK, IntraChunk
 from jfla.types import CHUNK
@@ -66,11 +66,6 @@ class IntraGdnSpec(NamedTuple):
     @property
     def loads_qk(self) -> bool:
         return self.with_intra or self.options.qk_norm
-
-    @property
-    def keeps_masks(self) -> bool:
-        """Whether shared memory has room for the masks of the inverse beside the tiles of several warpgroups."""
-        return self.wgs_per_cta > 1
 
     @property
     def num_token_inputs(self) -> int:
@@ -112,7 +107,6 @@ class TokenVectors(NamedTuple):
 class SharedStorage(NamedTuple):
     """Shared memory of a CTA. `q` and `k` are pairs (tiles in their dtype, float16 tiles): see `_qk_smem`."""
 
-    masks: Smem  # of `write_masks`, one for all warpgroups
     q: Smem
     k: Smem
     vectors: TokenVectors
@@ -122,7 +116,6 @@ class Barriers(NamedTuple):
     """Mbarriers of a CTA."""
 
     loaded: Barrier  # [wgs]: the chunk of that warpgroup is in shared memory
-    masks_written: Barrier  # every warpgroup has written its share
 
 
 class IntraGdnWarpgroup(NamedTuple):
@@ -135,7 +128,6 @@ class IntraGdnWarpgroup(NamedTuple):
     lower: Smem  # [C, C] float16: the matrix to invert
     scratch: Smem  # [C, C] float16: of the inverse
     vectors: TokenVectors
-    masks: Smem
     barriers: Barrier  # Barriers, or None without TMA
 
     def opaque_index(self, n: int) -> Index:
@@ -145,16 +137,6 @@ class IntraGdnWarpgroup(NamedTuple):
     def lower_mask(self) -> Reg:
         """[C, C]: True up to the diagonal."""
         return iota2d(1, CHUNK, self.vectors.iota) <= iota2d(0, CHUNK)
-
-    def wait_for_masks(self) -> None:
-        """Waits until every warpgroup has written its share of the masks, which happens once."""
-
-        if self.masks is None:
-            return
-
-        @pl.when(self.work.iteration == 0)
-        def _():
-            plgpu.barrier_wait(self.barriers.masks_written)
 
 
 def load_tokens(ctx: IntraGdnWarpgroup, gmem: IntraGdnInputs) -> None:
@@ -232,12 +214,9 @@ def compute_a(ctx: IntraGdnWarpgroup, intra_gmem: IntraChunk) -> None:
     commit_smem()
     store_tile(a_qk_smem, index.tile(intra_gmem.a_qk))
     kk_dots = decayed_dots(ctx, K)
-    if ctx.masks is None:  # without masks the inverse reads the upper triangle, too
-        kk_dots = jnp.where(ctx.lower_mask(), kk_dots, zeros(CHUNK, CHUNK))
     write_lower(kk_dots, beta_scaling, ctx.lower, ctx.work.zero)
-    ctx.wait_for_masks()
-    inverse = TriangularInverse(ctx.lower, ctx.scratch, ctx.work.zero, ctx.vectors.iota, ctx.masks)
-    write_a_inv(inverse, beta_scaling, a_inv_smem)
+    inverse = TriangularInverse(ctx.lower, ctx.scratch)
+    write_a_inv(inverse, beta_scaling, a_inv_smem, ctx.work.zero)
     store_tile(a_inv_smem, index.tile(intra_gmem.a_inv))
 
 
@@ -290,11 +269,7 @@ def intra_gdn(
         # Beside a consumer with more warpgroups, some have no part in this kernel.
         @pl.when(wg < spec.wgs_per_cta)
         def _():
-            iota = smem.vectors.iota.at[wg]
-            write_iota(iota)
-            if smem.masks is not None:
-                write_masks(smem.masks, iota, wg, spec.wgs_per_cta)
-                plgpu.barrier_arrive(barriers.masks_written)
+            write_iota(smem.vectors.iota.at[wg])
             scheduler.for_each_tile(work_on, cta, wg, gmem.zero)
 
         wait_for_stores()
@@ -348,9 +323,7 @@ def _warpgroup(
         k=k_smem,
         square_norms=vectors.square_norms,
     )
-    return IntraGdnWarpgroup(
-        spec, wg, work, qk, lower_smem, scratch_smem, vectors, smem.masks, barriers
-    )
+    return IntraGdnWarpgroup(spec, wg, work, qk, lower_smem, scratch_smem, vectors, barriers)
 
 
 def _own_tiles(tiles_smem: Smem, row: Index, last_tile: Index) -> tuple[Smem, Smem]:
@@ -378,7 +351,6 @@ def _shared_storage(spec: IntraGdnSpec) -> SharedStorage:
         return plgpu.SMEM((spec.wgs_per_cta, *rows, CHUNK), F32)
 
     return SharedStorage(
-        masks=masks_smem() if spec.with_intra and spec.keeps_masks else None,
         q=_qk_smem(spec) if spec.loads_qk else None,
         k=_qk_smem(spec) if spec.loads_qk else None,
         vectors=TokenVectors(
@@ -414,5 +386,4 @@ def _barriers(spec: IntraGdnSpec) -> Barriers | None:
     copies_of_qk = 2 * spec.num_tiles * spec.loads_qk
     return Barriers(
         loaded=plgpu.Barrier(num_arrivals=1 + copies_of_qk, num_barriers=spec.wgs_per_cta),
-        masks_written=plgpu.Barrier(num_arrivals=spec.wgs_per_cta) if spec.keeps_masks else None,
     )

@@ -141,10 +141,10 @@ class QkTiles(NamedTuple):
         head = self.index.head
         bias = None if bias_smem is None else per_column(bias_smem[...], CHUNK)
         rate = None if self.options.no_gate else (gmem.rates[head, 0], gmem.rates[head, 1])
-        decay = log2_decay(self.options.gate, raw.astype(F32), rate, bias)
+        decay = log2_decay(self.options.gate, raw.astype(F32), rate, bias, times=GATE_SCALE)
         if not self.options.no_gate and self.options.time % CHUNK:
             token = iota2d(0, CHUNK) + self.index.chunk * CHUNK
             decay = jnp.where(token < self.options.time, decay, zeros(CHUNK, TILE_K))
         if resets is not None:
-            decay = with_resets(decay, resets[...])
-        return (decay * GATE_SCALE).astype(F16)
+            decay = with_resets(decay, resets[...], times=GATE_SCALE)
+        return decay.astype(F16)

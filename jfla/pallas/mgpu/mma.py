@@ -4,7 +4,7 @@ A wgmma is asynchronous: several are issued, then waited for together, and a war
 (`dots_while`). Where the machine has none they are mma.sync, one after the other.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -78,7 +78,14 @@ def dots_while(work: Callable[[], Any], *sums: list[tuple[Operand, Smem]]) -> tu
     return pl.run_scoped(body, *[accumulator(shape, F32) for shape in shapes])
 
 
-def _dot_sync(acc: Reg, products: list[tuple[Operand, Smem]]) -> Reg:
+def short_dot(acc: Reg, *products: tuple[Operand, Smem]) -> Reg:
+    """acc + sum of a @ b where b has fewer than the 64 rows that a wgmma takes: by mma.sync on every machine."""
+    if interpreting():
+        return dot(acc, *products)
+    return _dot_sync(acc, products)
+
+
+def _dot_sync(acc: Reg, products: Sequence[tuple[Operand, Smem]]) -> Reg:
     for a, b in products:
         acc = mma_sync(acc, a, b)
     return acc

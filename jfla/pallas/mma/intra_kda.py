@@ -184,8 +184,8 @@ def store_a(ctx: IntraKdaCta, pairs: list[Pairs], out_gmem: IntraChunk) -> None:
         store_transposed(kda_blocks.block_rows(smem.lower, block), kk.astype(F16))
     commit_smem()
     store_tile(a_qk_smem, ctx.index.tile(out_gmem.a_qk))
-    inverse = TriangularInverse(smem.lower, smem.inverse_work, ctx.zero, smem.iota.at[0])
-    write_a_inv(inverse, smem.beta_scaling, a_inv_smem)
+    inverse = TriangularInverse(smem.lower, smem.inverse_work)
+    write_a_inv(inverse, smem.beta_scaling, a_inv_smem, ctx.zero)
     store_tile(a_inv_smem, ctx.index.tile(out_gmem.a_inv))
 
 

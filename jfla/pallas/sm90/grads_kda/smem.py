@@ -1,10 +1,18 @@
-"""What a warpgroup of KDA's gradient kernel sees: operands, shared memory, barriers, matrices.
+"""What the warpgroups of jfla_grads_kda share: operands, shared memory, barriers; and their view.
 
-A CTA has two warpgroups, one chunk of one value head, and a block of up to 128 channels of K and of
-V. Each warpgroup owns a tile of 64 channels of K; with K = 64 only warpgroup 0 does.
+Who writes what, and until when it is read:
+
+    buffer                      written by              ready at            free at
+    states, values              producer, per V tile    v_full[stage]       v_empty[stage]
+    q, k, bias, resets          producer, per chunk     qk_full             chunk_done
+    weights, diagonals          consumers               sync_consumers      chunk_done
+    q, k, now dq and dk         consumers, own tile     their TMA store     chunk_done
+    weights, now x . dx         consumers               sync_consumers      chunk_done
+    the others                  consumers, own tile     at once             with the next write
+
+A consumer stages dq and dk in its tiles of q and k, which the other one does not read.
 """
 
-import enum
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -13,48 +21,28 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-from jfla.pallas.common.chunk_index import TILE_K, TILE_V
-from jfla.pallas.common.decay_sums import (
-    FROM_START,
-    GRAD_STEPS,
-    TO_END,
-    WHOLE_CHUNK,
-    DecaySumMatrix,
-)
+from jfla.pallas.common.chunk_index import TILE_K, TILE_V, ChunkIndex, ChunkPart, PartGrid
+from jfla.pallas.common.decay_sums import IN_BLOCK, NUM_BLOCK_SPANS, TO_NEXT_BLOCK
+from jfla.pallas.common.pair_passes import BLOCK
 from jfla.pallas.common.qk_tiles import QkgOperands, QkOptions, QkTiles
-from jfla.pallas.mgpu.smem import BF16, F16, F32, tile_smem
+from jfla.pallas.heuristics import HOPPER_SMEM_BYTES
+from jfla.pallas.mgpu.iota import per_row
+from jfla.pallas.mgpu.layouts import ROWS
+from jfla.pallas.mgpu.mma import dot, dots, zeros
+from jfla.pallas.mgpu.opaque import pin
+from jfla.pallas.mgpu.scheduler import WorkTile
+from jfla.pallas.mgpu.smem import BF16, F16, F32, num_bytes, tile_smem, transposed
 from jfla.pallas.mgpu.types import Barrier, Gmem, Index, MemorySpec, Reg, Smem
 from jfla.stages import ScanResults
 from jfla.types import CHUNK
 
+KDA_CONSUMERS = 2  # consumer warpgroups, each of which owns 64 channels of K
+MAX_V_STAGES = 3  # tiles of V in flight, at most
 
-class Span(enum.IntEnum):
-    """The first of GRAD_MATRICES: the spans of tokens over which q, k and the state decay."""
-
-    WHOLE_CHUNK = 0
-    FROM_START = 1
-    TO_END = 2
-
-
-GRAD_MATRICES = (WHOLE_CHUNK, FROM_START, TO_END, *GRAD_STEPS)
-FIRST_STEP = len(Span)  # the first of GRAD_STEPS among GRAD_MATRICES
-
-
-class Salt(enum.IntEnum):
-    """Which bit of the opaque zero a stage computes its addresses with.
-
-    See `GradsKdaWarpgroup.recompute_addresses`. Found by search, until no K and V spilled a register.
-    """
-
-    STEP = 0
-    EPILOGUE = 2
-    FROM_START_ADJOINT = 3
-    WHOLE_CHUNK = 4
-    FROM_START = 5
-    TO_END = 6
-    WEIGHTS = 7
-    LOAD = 8
-    STATES = 9
+DO, DV, V_NEW = range(3)  # of SharedStorage.values
+STATE, DSTATE = range(2)  # of SharedStorage.states
+SUM_MATRICES = (IN_BLOCK, TO_NEXT_BLOCK)
+ROW_SUMS, COLUMN_SUMS = range(2)  # of SUM_MATRICES
 
 
 class GradsKdaOperands(NamedTuple):
@@ -62,237 +50,234 @@ class GradsKdaOperands(NamedTuple):
 
     qkg: QkgOperands
     scans: ScanResults
-    sum_matrices: Gmem  # GRAD_MATRICES in float16
-    adjoint_matrices: Gmem  # the same in bfloat16
+    sum_matrices: Gmem  # SUM_MATRICES, float16
+    block_spans: Gmem  # [NUM_BLOCK_SPANS, C] float16: see `decay_sums.block_spans`
+    after: Gmem  # `decay_sums.AFTER`, bfloat16
     zero: Gmem  # opaque zero
 
 
-class SharedStorage(NamedTuple):
-    """A tile is [C, 64] bf16, a vector [64] float32; `tiles` are of K, `v_tiles` of V."""
+class GradsKdaSpec(NamedTuple):
+    """Static. A CTA takes a block of up to 128 channels of a chunk."""
 
-    q: Smem  # [tiles] tiles
-    k: Smem  # [tiles] tiles
-    square_norms: Smem  # [2, tiles] vectors
-    states: Smem  # [tiles, 4] tiles: S^T, then from 2 on dS^T; afterwards scratch
-    v_new: Smem  # [v_tiles] tiles
-    do: Smem  # [v_tiles] tiles; afterwards scratch
-    dv: Smem  # [v_tiles] tiles; afterwards scratch
-    weights: Smem  # [2] tiles: W_q and W_k, strictly lower
-    dg_chunk: Smem  # [tiles] vectors, by channels: the term of dg that is the same for every token
-    norm_dot: Smem  # [2, tiles] vectors: x . dx of the l2norm's VJP, for q and k
-    v_new_dot_dv: Smem  # vector
-    diag_w_q: Smem  # vector
-    min_sums: Smem  # [tiles] vectors: the least sum of log2 decays up to a token
-    adjoint_matrix: Smem  # [2] tiles: one of `adjoint_matrices` for each warpgroup
+    options: QkOptions
+    grid: PartGrid
+    v_tiles: int  # of 64 columns of V
+
+    @property
+    def num_tiles(self) -> int:
+        """Of 64 channels: 1 (K = 64) or 2."""
+        return self.grid.tiles_per_block
+
+    @property
+    def heads(self) -> int:
+        """HV."""
+        return self.grid.chunks.heads
+
+
+class SharedStorage(NamedTuple):
+    """Shared memory of a CTA: tiles are [C, 64] bf16 unless said otherwise, vectors [64] float32."""
+
+    states: Smem  # [stages, 2, tiles] tiles: 64 rows of S^T and of dS^T
+    values: Smem  # [stages, 3] tiles: do, dv, v_new
+    q: Smem  # [tiles] tiles; then dq
+    k: Smem  # [tiles] tiles; then dk
+    weights: (
+        Smem  # [2] tiles: W_q and W_k, strictly lower; then x . dx of the norms' VJP, a tile each
+    )
     log2_decay: Smem  # [tiles] float16 tiles, times GATE_SCALE
+    sum_matrices: Smem  # [2] float16 tiles: SUM_MATRICES
+    block_spans: Smem  # [1, NUM_BLOCK_SPANS, C] float16
+    after: Smem  # [1] tile
+    block_decay: (
+        Smem  # [tiles, NUM_BLOCK_SPANS] vectors, by channels: the decays over `block_spans`
+    )
+    dg_chunk: Smem  # [tiles] vectors, by channels: the term of dg that is the same for every token
+    least: Smem  # [tiles] vectors, by channels: the least sum within a block
+    diagonals: Smem  # [2] vectors: do . v_new and dv . v_new of every token
+    square_norms: Smem  # [2, tiles] vectors
     bias: Smem  # [tiles] vectors, by channels, where there is a gate
     resets: Smem  # vector, where sequences are packed
-    sum_matrix: Smem  # [2] float16 tiles: one of `sum_matrices` for each warpgroup
-
-    @classmethod
-    def specs(
-        cls,
-        gmem: QkgOperands,
-        options: QkOptions,
-        num_tiles: int,
-        num_v_tiles: int,
-    ) -> "SharedStorage":
-        """On the host: what a CTA asks for."""
-
-        def tiles(*lead: int, dtype: DTypeLike = BF16) -> MemorySpec:
-            return tile_smem(*lead, CHUNK, TILE_K, dtype=dtype)
-
-        def vectors(*lead: int) -> MemorySpec:
-            return plgpu.SMEM((*lead, TILE_K), F32)
-
-        return cls(
-            q=tiles(num_tiles),
-            k=tiles(num_tiles),
-            square_norms=vectors(2, num_tiles),
-            states=tiles(num_tiles, 4),
-            v_new=tiles(num_v_tiles),
-            do=tiles(max(num_v_tiles, num_tiles)),
-            dv=tiles(max(num_v_tiles, num_tiles)),
-            weights=tiles(2),
-            dg_chunk=vectors(num_tiles),
-            norm_dot=vectors(2, num_tiles),
-            v_new_dot_dv=vectors(),
-            diag_w_q=vectors(),
-            min_sums=vectors(num_tiles),
-            adjoint_matrix=tiles(2),
-            log2_decay=tiles(num_tiles, dtype=F16),
-            bias=None if options.no_gate else vectors(num_tiles),
-            resets=None if gmem.resets is None else vectors(),
-            sum_matrix=tiles(2, dtype=F16),
-        )
 
 
 class Barriers(NamedTuple):
-    """What was copied in is waited for in the order in which it is needed."""
+    """Mbarriers of a CTA: see the table at the top of this file."""
 
+    matrices_full: Barrier
+    v_full: Barrier  # [stages]
+    v_empty: Barrier  # [stages]
     qk_full: Barrier
-    v_full: Barrier
-    states_full: Barrier
-    wgs: Barrier  # the two warpgroups wait for each other
-    sum_matrix_full: Barrier  # [2 warpgroups]
-    adjoint_matrix_full: Barrier  # [2 warpgroups]
-
-    @classmethod
-    def specs(
-        cls,
-        gmem: QkgOperands,
-        options: QkOptions,
-        num_tiles: int,
-        num_v_tiles: int,
-    ) -> "Barriers":
-        """On the host: arrivals are copies that a phase waits for, or warpgroups that meet."""
-        has_bias = not options.no_gate
-        has_resets = gmem.resets is not None
-        return cls(
-            qk_full=plgpu.Barrier(num_arrivals=num_tiles * (2 + has_bias) + has_resets),
-            v_full=plgpu.Barrier(num_arrivals=3 * num_v_tiles),
-            states_full=plgpu.Barrier(num_arrivals=2 * num_tiles * num_v_tiles),
-            wgs=plgpu.Barrier(num_arrivals=2),
-            sum_matrix_full=plgpu.Barrier(num_barriers=2),
-            adjoint_matrix_full=plgpu.Barrier(num_barriers=2),
-        )
+    chunk_done: Barrier
+    synced: Barrier  # of `sync_consumers`
 
 
 class GradsKdaWarpgroup(NamedTuple):
-    """One warpgroup at one chunk."""
+    """What one warpgroup sees of the chunk and the channel block that its CTA works on.
+
+    Consumers are numbered like Q and K: number 0 makes W_q, number 1 W_k.
+    """
 
     wg: Index
-    zero: Index  # opaque zero
-    salted_zero: Index  # opaque zero of one stage
-    qk: QkTiles
+    work: WorkTile
+    spec: GradsKdaSpec
     gmem: GradsKdaOperands
     smem: SharedStorage
     barriers: Barriers
-    num_v_tiles: int
-
-    def recompute_addresses(self, salt: Salt) -> "GradsKdaWarpgroup":
-        """The same with addresses that depend on an opaque zero of this stage alone.
-
-        LLVM would compute addresses and masks once and keep them in registers from the first stage
-        to the last. From bit 5 on it still does so for tiles as wgmma descriptors, in whose
-        addresses 14 bits count.
-        """
-        zero = self.zero & (1 << salt)
-        index = self.qk.index
-        qk = self.qk._replace(index=index._replace(chunk=index.chunk + zero))
-        return self._replace(wg=self.wg + zero, qk=qk, salted_zero=zero)
 
     @property
-    def owns_channels(self) -> Index:
-        """Whether this warpgroup has a tile of K."""
-        return self.wg < self.qk.num_tiles
+    def zero(self) -> Index:
+        """An opaque zero."""
+        return self.work.zero
+
+    def recompute_addresses(self, zero: Index) -> "GradsKdaWarpgroup":
+        """The same with addresses that depend on another opaque zero."""
+        return self._replace(wg=self.wg + zero, work=self.work._replace(zero=zero))
+
+    @property
+    def part(self) -> ChunkPart:
+        return self.spec.grid(self.work.tile_index)
+
+    @property
+    def index(self) -> ChunkIndex:
+        index = self.part.index
+        return index._replace(chunk=index.chunk + self.zero)
 
     @property
     def has_all_channels(self) -> bool:
-        """Whether K has no other block, that is, no other CTA."""
-        return self.gmem.qkg.q.shape[-1] == self.qk.num_tiles * TILE_K
+        """Whether K has no other block."""
+        return self.spec.grid.num_blocks == 1
 
     @property
-    def has_v_blocks(self) -> bool:
-        """Whether other CTAs have blocks of V of the same head."""
-        return self.qk.value_heads > self.gmem.scans.states.shape[1]
-
-    def state_view(self, ref_gmem: Gmem, n: Index) -> Gmem:
-        """Of an array [B, HV, N, V, K] what goes to one tile: 64 rows of this CTA's block of V.
-
-        Where V has several blocks the heads of `qk.index` are value heads times blocks; the states
-        keep their heads.
-        """
-        index = self.qk.index
-        v_blocks = jnp.int32(self.qk.value_heads // ref_gmem.shape[1])
-        first_row = (lax.rem(index.head, v_blocks) * self.num_v_tiles + n) * TILE_V
-        index = index._replace(head=lax.div(index.head, v_blocks))
-        return index.tile(ref_gmem).at[pl.ds(first_row, TILE_V), self.qk.columns(self.wg)]
+    def own_tile(self) -> Index:
+        """This consumer's tile of channels; with K = 64 there is one, which number 0 has."""
+        return self.wg if self.spec.num_tiles == KDA_CONSUMERS else self.zero
 
     @property
-    def sum_matrix(self) -> DecaySumMatrix:
-        matrix_smem = self.smem.sum_matrix.at[self.wg]
-        barrier = self.barriers.sum_matrix_full.at[self.wg]
-        return DecaySumMatrix(self.gmem.sum_matrices, matrix_smem, barrier)
+    def qk(self) -> QkTiles:
+        """q and k of the chunk, while they are there."""
+        smem = self.smem
+        return QkTiles(
+            options=self.spec.options,
+            index=self.index,
+            value_heads=self.spec.heads,
+            num_tiles=self.spec.num_tiles,
+            q=smem.q,
+            k=smem.k,
+            square_norms=smem.square_norms,
+            first=self.part.first_tile,
+        )
+
+    def rows(self, ref_gmem: Gmem) -> Gmem:
+        """This consumer's channels of an array [B, T, heads, K]."""
+        return self.index.rows(ref_gmem, self.spec.heads, self.part.columns(self.own_tile))
 
     @property
-    def adjoint_matrix(self) -> DecaySumMatrix:
-        matrix_smem = self.smem.adjoint_matrix.at[self.wg]
-        barrier = self.barriers.adjoint_matrix_full.at[self.wg]
-        return DecaySumMatrix(self.gmem.adjoint_matrices, matrix_smem, barrier)
+    def num_stages(self) -> int:
+        """Tiles of V in flight."""
+        return self.smem.values.shape[0]
 
-    def traced(self, n: Index) -> Index:
-        """n, traced: `dot` cannot close over a reference that a Python int indexed."""
-        return self.salted_zero + n
+    def v_copy_count(self, v_tile: Index) -> Index:
+        """How many tiles of V this CTA has loaded before this one."""
+        return self.work.iteration * self.spec.v_tiles + v_tile
 
-    def v_tiles(self) -> list[Index]:
-        return [self.traced(n) for n in range(self.num_v_tiles)]
+    def stage(self, v_tile: Index) -> Index:
+        """The pipeline stage of a tile of V of this chunk."""
+        return lax.rem(self.v_copy_count(v_tile), jnp.int32(self.num_stages))
 
-    def segment_sum(self, step: Index, end: Index = FIRST_STEP, transpose: bool = False) -> Reg:
-        """[C, 64]: every token's sum of log2 decays by one of GRAD_MATRICES.
+    def value_tile(self, stage: Index, which: Index) -> Smem:
+        """Of DO, DV, V_NEW; by a traced number: `dots` cannot close over a reference that a Python int indexed."""
+        return self.smem.values.at[stage, self.zero + which]
 
-        The next matrix is prefetched, if it is below `end`. Transposed, [64, C], for a
-        matrix that is its own transpose.
-        """
-        sums = self.sum_matrix.segment_sum(self.smem.log2_decay.at[self.wg], transpose)
-        self.prefetch_next(self.sum_matrix, step, end)
-        return sums
+    def state_tile(self, stage: Index, which: int) -> Smem:
+        """Of STATE, DSTATE, for this consumer's channels."""
+        return self.smem.states.at[stage, self.zero + which, self.own_tile]
 
-    def segment_sum_adjoint(
-        self,
-        acc: Reg,
-        step: Index,
-        tiles_smem: list[Smem],
-        end: Index = FIRST_STEP,
-        transpose: bool = False,
-    ) -> Reg:
-        """acc + the tiles' sum, given back to every decay that `segment_sum` added up."""
-        acc = self.adjoint_matrix.segment_sum_adjoint(acc, *tiles_smem, transpose=transpose)
-        self.prefetch_next(self.adjoint_matrix, step, end)
-        return acc
+    def weights_rows(self, which: int, block: int) -> Smem:
+        """[BLOCK, C]: the rows of a block of W_q or W_k."""
+        return self.smem.weights.at[self.zero + which].at[pl.ds(block * BLOCK, BLOCK)]
 
-    def prefetch_next(self, matrix: DecaySumMatrix, step: Index, end: Index) -> None:
-        plgpu.commit_smem()  # every warp is done with the matrix that the next one replaces
+    def decay_sums(self, which: int) -> Reg:
+        """[64, C]: of every channel and token the sum of log2 decays by one of SUM_MATRICES."""
+        decay = transposed(self.smem.log2_decay.at[self.own_tile])
+        matrix = transposed(self.smem.sum_matrices.at[self.zero + which])
+        return dot(zeros(TILE_K, CHUNK), (decay, matrix))
 
-        @pl.when((step + 1 < end) & self.owns_channels)
-        def _():
-            matrix.prefetch(step + 1)
+    def block_decay_sums(self, *blocks: tuple[int, int]) -> list[Reg]:
+        """[64, BLOCK]: the same of the tokens of a block, for every (one of SUM_MATRICES, block)."""
+        decay = transposed(self.smem.log2_decay.at[self.own_tile])
+        none = zeros(TILE_K, BLOCK)
 
-    def sync_warpgroups(self) -> None:
-        """The two warpgroups wait for each other, and for each other's writes to shared memory."""
+        def matrix(which: int, block: int) -> Smem:
+            rows = self.smem.sum_matrices.at[self.zero + which]
+            return transposed(rows.at[pl.ds(block * BLOCK, BLOCK)])
+
+        return dots(*[(none, (decay, matrix(*block))) for block in blocks])
+
+    def block_sums(self) -> Reg:
+        """[64, NUM_BLOCK_SPANS]: the sums of log2 decays over whole blocks, of every channel."""
+        decay = transposed(self.smem.log2_decay.at[self.own_tile])
+        return dot(
+            zeros(TILE_K, NUM_BLOCK_SPANS), (decay, transposed(self.smem.block_spans.at[self.zero]))
+        )
+
+    def block_decay(self, span: int) -> Reg:
+        """[64, BLOCK]: of every channel the decay over one of `block_spans`."""
+        decay = plgpu.load(self.smem.block_decay.at[self.own_tile, span], layout=ROWS)
+        return pin(per_row(decay, BLOCK))
+
+    def sync_consumers(self) -> None:
+        """Waits for the other consumer; what either wrote to shared memory can then be read."""
         plgpu.commit_smem()
-        plgpu.barrier_arrive(self.barriers.wgs)
-        plgpu.barrier_wait(self.barriers.wgs)
+        plgpu.barrier_arrive(self.barriers.synced)
+        plgpu.barrier_wait(self.barriers.synced)
 
-    def sync_channel_owners(self) -> None:
-        """The warpgroups that own channels wait for each other, if there are two."""
-        if self.qk.num_tiles > 1:
-            self.sync_warpgroups()
-        else:
-            plgpu.commit_smem()
 
-    def state(self, n: Index) -> Smem:
-        """Tile n of this warpgroup's channels of S^T (0, 1) and dS^T (2, 3)."""
-        tile = lax.rem(self.wg, jnp.int32(self.qk.num_tiles))
-        return self.smem.states.at[tile, self.traced(n)]
+def grads_kda_storage(spec: GradsKdaSpec, operands: QkgOperands) -> SharedStorage:
+    """On the host: shared memory, with as many stages of V as there is room for."""
+    fixed = num_bytes(_storage_with_stages(spec, operands, 0))
+    per_stage = num_bytes(_storage_with_stages(spec, operands, 1)) - fixed
+    stages = min(MAX_V_STAGES, (HOPPER_SMEM_BYTES - fixed) // per_stage)
+    return _storage_with_stages(spec, operands, stages)
 
-    def scratch(self, n: int) -> Smem:
-        """A tile of this warpgroup for what comes after the states.
 
-        n       tile            free once
-        0, 1    S^T             this warpgroup has read S
-        2, 3    do, dv          both warpgroups have read S
-        4, 5    dS^T            this warpgroup has read dS
-        """
-        if n in (2, 3):
-            return (self.smem.do, self.smem.dv)[n - 2].at[self.wg]
-        return self.state({0: 0, 1: 1, 4: 2, 5: 3}[n])
+def _storage_with_stages(spec: GradsKdaSpec, operands: QkgOperands, stages: int) -> SharedStorage:
+    num_tiles = spec.num_tiles
 
-    def split(self, z: Reg) -> list[Smem]:
-        """z as the sum of two bf16 tiles, in scratch 0 and 1."""
-        high = z.astype(BF16)
-        tiles = [self.scratch(0), self.scratch(1)]
-        tiles[0][...] = high
-        tiles[1][...] = (z - high.astype(F32)).astype(BF16)
-        plgpu.commit_smem()
-        return tiles
+    def tiles(*lead: int, rows: int = CHUNK, dtype: DTypeLike = BF16) -> MemorySpec:
+        return tile_smem(*lead, rows, TILE_K, dtype=dtype)
+
+    def vectors(*lead: int) -> MemorySpec:
+        return plgpu.SMEM((*lead, TILE_K), F32)
+
+    return SharedStorage(
+        states=tiles(stages, 2, num_tiles, rows=TILE_V),
+        values=tiles(stages, 3),
+        q=tiles(num_tiles),
+        k=tiles(num_tiles),
+        weights=tiles(2),
+        log2_decay=tiles(num_tiles, dtype=F16),
+        sum_matrices=tiles(len(SUM_MATRICES), dtype=F16),
+        block_spans=tiles(1, rows=NUM_BLOCK_SPANS, dtype=F16),
+        after=tiles(1),
+        block_decay=vectors(num_tiles, NUM_BLOCK_SPANS),
+        dg_chunk=vectors(num_tiles),
+        least=vectors(num_tiles),
+        diagonals=vectors(2),
+        square_norms=vectors(2, num_tiles) if spec.options.qk_norm else None,
+        bias=None if spec.options.no_gate else vectors(num_tiles),
+        resets=None if operands.resets is None else vectors(),
+    )
+
+
+def grads_kda_barriers(spec: GradsKdaSpec, operands: QkgOperands, stages: int) -> Barriers:
+    """On the host. A copy arrives once at its barrier, and so does a consumer."""
+    has_bias = not spec.options.no_gate
+    has_resets = operands.resets is not None
+    copies_of_qk = spec.num_tiles * (2 + has_bias) + has_resets
+    return Barriers(
+        matrices_full=plgpu.Barrier(num_arrivals=2 + len(SUM_MATRICES)),
+        v_full=plgpu.Barrier(num_arrivals=3 + 2 * spec.num_tiles, num_barriers=stages),
+        v_empty=plgpu.Barrier(num_arrivals=KDA_CONSUMERS, num_barriers=stages),
+        qk_full=plgpu.Barrier(num_arrivals=copies_of_qk),
+        chunk_done=plgpu.Barrier(num_arrivals=KDA_CONSUMERS),
+        synced=plgpu.Barrier(num_arrivals=KDA_CONSUMERS),
+    )

@@ -1,24 +1,23 @@
 """What a warpgroup of KDA's intra-chunk kernel sees: operands, shared memory, barriers, copies.
 
-Warpgroups 0 and 1, the q/k warpgroups, share a chunk: each owns a tile of 64 channels, then 0 the
-rows of q and 1 the rows of k of the A matrices. With K = 64 only warpgroup 0 owns channels.
-Warpgroup 2 inverts, unless K has several channel blocks.
+A channel warpgroup owns a tile of 64 channels of the chunk; the warpgroup behind them, the pairs
+warpgroup, owns what sums over channels: A_qk, and A_inv through the inverse.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
-import numpy as np
+import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-from jfla.pallas.common.beta_scaling import write_beta_scaling
 from jfla.pallas.common.chunk_index import TILE_K, ChunkIndex, ChunkPart, PartGrid
-from jfla.pallas.common.decay_sums import DECAY_STEPS, FROM_START, TO_END
-from jfla.pallas.common.qk_tiles import K, Q, QkgOperands, QkOptions, QkTiles
-from jfla.pallas.mgpu.copies import Copies
-from jfla.pallas.mgpu.iota import iota_smem
+from jfla.pallas.common.decay_sums import IN_BLOCK, NUM_BLOCK_SPANS, TO_NEXT_BLOCK
+from jfla.pallas.common.pair_passes import BLOCK, NUM_BLOCKS, passes_of
+from jfla.pallas.common.qk_tiles import QkgOperands, QkOptions, QkTiles
+from jfla.pallas.context import interpreting
+from jfla.pallas.mgpu.copies import Copies, commit_smem
+from jfla.pallas.mgpu.layouts import COLS
 from jfla.pallas.mgpu.mma import dot, zeros
 from jfla.pallas.mgpu.overlap import ReadyFlags
 from jfla.pallas.mgpu.scheduler import WorkTile
@@ -26,18 +25,36 @@ from jfla.pallas.mgpu.smem import BF16, F16, F32, tile_smem, transposed
 from jfla.pallas.mgpu.types import Barrier, Gmem, Index, MemorySpec, Reg, Smem
 from jfla.types import CHUNK
 
-MAX_WGS = 3
-SPAN_MATRICES = (FROM_START, TO_END)
-# After the last of DECAY_STEPS a token with itself, which no decay separates.
-STEP_MATRICES = (*DECAY_STEPS, np.zeros((CHUNK, CHUNK), bool))
+SUM_MATRICES = (IN_BLOCK, TO_NEXT_BLOCK)
+ROW_SUMS, COLUMN_SUMS = range(2)  # of SUM_MATRICES
+
+# k as the columns of A, [C, 64] for each block of rows, of which only the blocks up to it count: those of block b begin
+# at COLUMN_BLOCKS[b] in blocks of 16 rows, and what lies behind them there belongs to the next.
+COLUMN_BLOCKS = (0, 1, 3, 6)
+NUM_COLUMN_BLOCKS = 10
+
+
+def column_positions(distance: int) -> tuple[int, int, int, int]:
+    """Where the column blocks go that meet the rows so many blocks on; see `store_blocks`.
+
+    Those for which there are no such rows go where the same warp writes at distance 0, which has to come last.
+    """
+    first, second, third, last = (
+        COLUMN_BLOCKS[block + distance] + block
+        if block + distance < NUM_BLOCKS
+        else COLUMN_BLOCKS[block] + block
+        for block in range(NUM_BLOCKS)
+    )
+    return first, second, third, last
 
 
 class IntraKdaOperands(NamedTuple):
     """What the kernel reads."""
 
     qkg: QkgOperands
-    beta: Gmem  # [B, HV, N, 1, C], or None where the caller has the A matrices
-    matrices: Gmem  # SPAN_MATRICES; and with beta STEP_MATRICES
+    beta: Gmem  # [B, HV, N, 1, C], or None where the kernel inverts nothing
+    sum_matrices: Gmem  # SUM_MATRICES, float16
+    block_spans: Gmem  # [NUM_BLOCK_SPANS, C] float16: see `decay_sums.block_spans`
     zero: Gmem  # opaque zero
 
 
@@ -50,7 +67,7 @@ class IntraKdaOutputs(NamedTuple):
     chunk_decay: Gmem
     a_qk: Gmem  # None where the caller has it, or K has several channel blocks
     a_inv: Gmem  # the same
-    # [B, HV, N, blocks, 2, C, C] float32, with several blocks: what each adds to q D k^T and k D k^T.
+    # [B, HV, N, blocks, 2, C, C] float32, with several blocks: what each adds to (q D k^T)^T and (k D k^T)^T.
     block_sums: Gmem
 
     @property
@@ -60,30 +77,26 @@ class IntraKdaOutputs(NamedTuple):
 
 
 class SharedStorage(NamedTuple):
-    """A tile is [C, 64] bf16 unless said otherwise; `tiles` counts those of 64 channels."""
+    """A tile is [C, 64] bf16 unless said otherwise; `tiles` counts those of 64 channels, one for each warpgroup."""
 
-    span_matrices: Smem  # [2] float16 tiles: SPAN_MATRICES
-    qk: Smem  # [2 chunks, 2, tiles]: q and k, raw, then q_from_start and k_from_start
-    raw_gate: Smem  # [tiles], g as the caller passed it
-    square_norms: Smem  # [2, tiles, C]
+    sum_matrices: Smem  # [2] float16 tiles: SUM_MATRICES
+    block_spans: Smem  # [NUM_BLOCK_SPANS, C] float16
+    q: Smem  # [2 chunks, tiles], raw, then q_from_start
+    k: Smem  # [2 chunks, tiles], raw, then k_from_start
+    k_to_end: Smem  # [tiles]
+    square_norms: Smem  # [2 chunks, 2, tiles, C]
     log2_decay: Smem  # [tiles] float16 tiles, times GATE_SCALE
-    # [1, or 3 with the A matrices, tiles]: 0 is k_to_end, 1 is k as the columns of A, 2 has a_qk in
-    # its first tile. While rows are recomputed for strong gates: 0 is q, 1 is k as the columns (of
-    # a halving step: as both), 2 is k.
-    decayed: Smem
-    chunk_decay: Smem  # [tiles, 64]
-    min_from_start: (
-        Smem  # [tiles, C]: the least sum of log2 decays from the chunk's start to a token
-    )
-    min_from_block: Smem  # [tiles, C]: the same from the start of its block of 16 tokens
+    block_decay: Smem  # [tiles, NUM_BLOCK_SPANS, 64]: the decays over `block_spans`
     bias: Smem  # [2 chunks, tiles, 64], where there is a gate
     resets: Smem  # [2 chunks, tiles, C], where sequences are packed
-    step_matrix: Smem  # [1] float16 tile of STEP_MATRICES
-    lower: Smem  # [1] float16 tile: what is inverted
-    inverse_work: Smem  # [1] float16 tile
-    a_inv: Smem  # [1] tile
-    beta_scaling: Smem  # [2, 2, C]: beta, then its scaling, for warpgroups 1 and 2
-    iota: Smem  # [3, C]: see `write_iota`
+    # None of these where the caller has the A matrices.
+    least: Smem  # [2 chunks, tiles, C]: by channels, the least sum within a block
+    rows: Smem  # [tiles, 2 C, 64]: q and k as the rows of A, a block of q and then the same of k
+    columns: Smem  # [tiles, 16 NUM_COLUMN_BLOCKS, 64]: k as the columns of A
+    # None of these where the kernel inverts nothing.
+    a_qk: Smem  # tile
+    inverse: Smem  # a pair: see `_inverse_smem`
+    beta_scaling: Smem  # [2, C]: beta, then its scaling
 
     @classmethod
     def specs(
@@ -96,45 +109,52 @@ class SharedStorage(NamedTuple):
     ) -> "SharedStorage":
         """On the host: what a CTA asks for, as it computes pairs of tokens and inverts, or not."""
 
-        def tiles(*lead: int, dtype: DTypeLike = BF16) -> MemorySpec:
-            return tile_smem(*lead, CHUNK, TILE_K, dtype=dtype)
+        def tiles(*lead: int, rows: int = CHUNK, dtype: DTypeLike = BF16) -> MemorySpec:
+            return tile_smem(*lead, rows, TILE_K, dtype=dtype)
 
         def vectors(*lead: int) -> MemorySpec:
             return plgpu.SMEM((*lead, CHUNK), F32)
 
         return cls(
-            span_matrices=tiles(len(SPAN_MATRICES), dtype=F16),
-            qk=tiles(2, 2, num_tiles),
-            raw_gate=tiles(num_tiles, dtype=gmem.g.dtype),
-            square_norms=vectors(2, num_tiles),
+            sum_matrices=tiles(len(SUM_MATRICES), dtype=F16),
+            block_spans=tiles(rows=NUM_BLOCK_SPANS, dtype=F16),
+            q=tiles(2, num_tiles),
+            k=tiles(2, num_tiles),
+            k_to_end=tiles(num_tiles),
+            square_norms=vectors(2, 2, num_tiles) if options.qk_norm else None,
             log2_decay=tiles(num_tiles, dtype=F16),
-            decayed=tiles(3 if with_pairs else 1, num_tiles),
-            chunk_decay=vectors(num_tiles),
-            min_from_start=vectors(num_tiles),
-            min_from_block=vectors(num_tiles) if with_pairs else None,
+            block_decay=vectors(num_tiles, NUM_BLOCK_SPANS),
             bias=None if options.no_gate else vectors(2, num_tiles),
             resets=None if gmem.resets is None else vectors(2, num_tiles),
-            step_matrix=tiles(1, dtype=F16) if with_pairs else None,
-            lower=tiles(1, dtype=F16) if inverts else None,
-            inverse_work=tiles(1, dtype=F16) if inverts else None,
-            a_inv=tiles(1) if inverts else None,
-            beta_scaling=vectors(2, 2) if inverts else None,
-            iota=iota_smem(MAX_WGS, CHUNK),
+            least=vectors(2, num_tiles) if with_pairs else None,
+            rows=tiles(num_tiles, rows=2 * CHUNK) if with_pairs else None,
+            columns=tiles(num_tiles, rows=BLOCK * NUM_COLUMN_BLOCKS) if with_pairs else None,
+            a_qk=tiles() if inverts else None,
+            inverse=_inverse_smem() if inverts else None,
+            beta_scaling=vectors(2) if inverts else None,
         )
+
+
+def _inverse_smem() -> MemorySpec:
+    """A tile for a_inv, and [2] float16 tiles: what is inverted, and scratch.
+
+    The first shares its memory with the others, because a_inv comes last. The race detector of interpret mode would
+    take them for one buffer, so there they lie apart.
+    """
+    a_inv = tile_smem(CHUNK, CHUNK)
+    scratch = tile_smem(2, CHUNK, CHUNK, dtype=F16)
+    return (a_inv, scratch) if interpreting() else plgpu.RefUnion(a_inv, scratch)
 
 
 class Barriers(NamedTuple):
     """`full`: the copies, or the writes, have arrived. `empty`: the reads are done."""
 
-    span_matrices_full: Barrier
-    qk_full: Barrier  # [2 warpgroups * 2 chunks]
-    raw_gate_full: Barrier  # [2 warpgroups]
-    beta_full: Barrier  # [2], warpgroups 1 and 2
-    qk_wgs: Barrier  # warpgroups 0 and 1 wait for each other
-    qk_reload: Barrier  # q and k once more, for strong gates
-    step_matrix_full: Barrier
-    lower_full: Barrier  # `lower` may be inverted
-    lower_empty: Barrier  # `lower` may be written
+    matrices_full: Barrier
+    qk_full: Barrier  # [2 chunks * tiles]
+    norms: Barrier  # the channel warpgroups wait for each other
+    pairs_full: Barrier  # [tiles]: rows and columns of a pass; and, once more, all stores are done
+    pairs_empty: Barrier  # [tiles]
+    beta_full: Barrier
 
     @classmethod
     def specs(cls, gmem: QkgOperands, options: QkOptions, num_tiles: int) -> "Barriers":
@@ -142,15 +162,14 @@ class Barriers(NamedTuple):
         has_bias = not options.no_gate
         has_resets = gmem.resets is not None
         return cls(
-            span_matrices_full=plgpu.Barrier(num_arrivals=len(SPAN_MATRICES)),
-            qk_full=plgpu.Barrier(num_arrivals=2 + has_bias + has_resets, num_barriers=4),
-            raw_gate_full=plgpu.Barrier(num_barriers=2),
-            beta_full=plgpu.Barrier(num_barriers=2),
-            qk_wgs=plgpu.Barrier(num_arrivals=2),
-            qk_reload=plgpu.Barrier(num_arrivals=2 * num_tiles),
-            step_matrix_full=plgpu.Barrier(),
-            lower_full=plgpu.Barrier(),
-            lower_empty=plgpu.Barrier(),
+            matrices_full=plgpu.Barrier(num_arrivals=1 + len(SUM_MATRICES)),
+            qk_full=plgpu.Barrier(
+                num_arrivals=2 + has_bias + has_resets, num_barriers=2 * num_tiles
+            ),
+            norms=plgpu.Barrier(num_arrivals=num_tiles),
+            pairs_full=plgpu.Barrier(num_barriers=num_tiles),
+            pairs_empty=plgpu.Barrier(num_barriers=num_tiles),
+            beta_full=plgpu.Barrier(),
         )
 
 
@@ -173,9 +192,9 @@ class IntraKdaWarpgroup(NamedTuple):
         return self.work_tile.zero
 
     @property
-    def next_part(self) -> ChunkPart:
-        """What this CTA takes next."""
-        return self.grid(self.work_tile.next_index)
+    def slot(self) -> Index:
+        """Which half of what is there for two chunks belongs to this one."""
+        return self.work_tile.iteration & 1
 
     @property
     def previous_index(self) -> ChunkIndex:
@@ -187,61 +206,34 @@ class IntraKdaWarpgroup(NamedTuple):
         """Whether K has no other block."""
         return self.grid.num_blocks == 1
 
-    @property
-    def rows(self) -> Smem:
-        """[tiles]: this warpgroup's rows of A, those of q or of k."""
-        return self.smem.qk.at[self.work_tile.iteration & 1, self.wg]
-
-    @property
-    def columns(self) -> Smem:
-        """[tiles]: k as the columns of A."""
-        return self.smem.decayed.at[self.zero + 1]
-
-    @property
-    def iota(self) -> Smem:
-        return self.smem.iota.at[self.wg]
-
-    def tiles_of(self, ref_smem: Smem) -> list[Smem]:
-        """The tiles of all channels.
-
-        By traced numbers: `dot` cannot close over a reference that a Python int indexed.
-        """
-        return [ref_smem.at[self.zero + tile] for tile in range(self.qk.num_tiles)]
-
-    def dot_over_channels(self, rows_smem: Smem, columns_smem: Smem) -> Reg:
-        """[C, C]: rows @ columns^T, over all tiles of channels."""
-        rows = self.tiles_of(rows_smem)
-        columns = self.tiles_of(columns_smem)
-        return dot(zeros(CHUNK, CHUNK), *[(a, transposed(b)) for a, b in zip(rows, columns)])
-
     def recompute_addresses(self, zero: Index) -> "IntraKdaWarpgroup":
-        """The same with addresses that depend on another opaque zero.
-
-        Without it LLVM computes what both stages need once, before a loop that few chunks enter,
-        and keeps it in registers meanwhile.
-        """
-        chunk = self.qk.index.chunk + zero
-        slot = self.work_tile.iteration & 1
-        qk = self.qk._replace(
-            index=self.qk.index._replace(chunk=chunk),
-            q=self.smem.qk.at[slot, zero],
-            k=self.smem.qk.at[slot, zero + 1],
-        )
+        """The same with addresses that depend on another opaque zero."""
+        index = self.qk.index
+        qk = self.qk._replace(index=index._replace(chunk=index.chunk + zero))
         work_tile = self.work_tile._replace(zero=zero)
         return self._replace(wg=self.wg + zero, work_tile=work_tile, qk=qk)
 
-    def sync_warpgroups(self) -> None:
-        """The q/k warpgroups wait for each other, and for each other's shared memory writes."""
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(self.barriers.qk_wgs)
-        plgpu.barrier_wait(self.barriers.qk_wgs)
+    def decay_sums(self, which: int) -> Reg:
+        """[C, 64]: every token's sum of log2 decays by one of SUM_MATRICES."""
+        matrix = self.smem.sum_matrices.at[self.zero + which]
+        return dot(zeros(CHUNK, TILE_K), (matrix, self.smem.log2_decay.at[self.wg]))
 
-    def if_owns_channels(self, body: Callable[[], None]) -> None:
-        """Runs `body` in the q/k warpgroups that own a tile of channels."""
-        if self.qk.num_tiles == 2:
-            body()
-        else:
-            pl.when(self.wg == 0)(body)
+    def block_sums(self) -> Reg:
+        """[64, NUM_BLOCK_SPANS]: the sums of log2 decays over whole blocks, of every channel."""
+        decay = transposed(self.smem.log2_decay.at[self.wg])
+        spans = transposed(self.smem.block_spans)
+        return dot(zeros(TILE_K, NUM_BLOCK_SPANS), (decay, spans))
+
+    def num_passes(self, tile: Index) -> Index:
+        """How many passes the pairs of a tile of channels take."""
+        least = plgpu.load(self.smem.least.at[self.slot, tile], layout=COLS)
+        return passes_of(jnp.min(least))
+
+    def sync_channel_warpgroups(self) -> None:
+        """They wait for each other, and for each other's shared memory writes."""
+        commit_smem()
+        plgpu.barrier_arrive(self.barriers.norms)
+        plgpu.barrier_wait(self.barriers.norms)
 
     def prefetch_qk(self, part: ChunkPart, iteration: Index) -> None:
         """Starts the copies of this warpgroup's channels of q and k, for that iteration."""
@@ -251,62 +243,26 @@ class IntraKdaWarpgroup(NamedTuple):
         index = part.index
         columns = part.columns(tile)
         qkg = self.gmem.qkg
-        for which, source in ((Q, qkg.q), (K, qkg.k)):
+        copies = Copies(barrier)
+        for source, target in ((qkg.q, self.smem.q), (qkg.k, self.smem.k)):
             view = index.rows(source, self.qk.value_heads, columns)
-            plgpu.copy_gmem_to_smem(view, self.smem.qk.at[slot, which, tile], barrier)
+            copies.start(view, target.at[slot, tile])
         if self.smem.bias is not None:
-            bias = qkg.bias.at[index.head, columns]
-            plgpu.copy_gmem_to_smem(bias, self.smem.bias.at[slot, tile], barrier)
+            copies.start(qkg.bias.at[index.head, columns], self.smem.bias.at[slot, tile])
         if self.smem.resets is not None:
             resets = qkg.resets.at[index.batch, index.tokens]
-            plgpu.copy_gmem_to_smem(resets, self.smem.resets.at[slot, tile], barrier)
+            copies.start(resets, self.smem.resets.at[slot, tile])
 
-    def prefetch_raw_gate(self, part: ChunkPart) -> None:
-        """Starts the copy of g, of this warpgroup's channels."""
-        columns = part.columns(self.wg)
-        view = part.index.rows(self.gmem.qkg.g, self.qk.value_heads, columns)
-        barrier = self.barriers.raw_gate_full.at[self.wg]
-        plgpu.copy_gmem_to_smem(view, self.smem.raw_gate.at[self.wg], barrier)
+    def prefetch_next_qk(self) -> None:
+        """The same for the next chunk of this CTA, if there is one."""
 
-    def prefetch_step_matrix(self, step: Index) -> None:
-        """Starts the copy of one of STEP_MATRICES; nothing may still read the last one."""
-        source = self.gmem.matrices.at[len(SPAN_MATRICES) + step]
-        target = self.smem.step_matrix.at[self.zero]
-        plgpu.copy_gmem_to_smem(source, target, self.barriers.step_matrix_full)
+        @pl.when(self.work_tile.has_next)
+        def _():
+            part = self.grid(self.work_tile.next_index)
+            self.prefetch_qk(part, self.work_tile.iteration + 1)
 
     def prefetch_beta(self) -> None:
-        """Starts the copy of beta; for warpgroups 1 and 2."""
-        which = self.wg - 1
+        """Starts the copy of beta."""
         source = self.qk.index.tile(self.gmem.beta)
-        target = self.smem.beta_scaling.at[which]
-        barrier = self.barriers.beta_full.at[which]
-        plgpu.copy_gmem_to_smem(source.at[0], target.at[0], barrier)
-
-    def reload_qk(self) -> None:
-        """Loads q and k again, where q_from_start and k_from_start are.
-
-        Also starts the copy of the first step matrix.
-        """
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        self.sync_warpgroups()  # neither warpgroup reads the tiles any more
-
-        @self.if_owns_channels
-        def _():
-            qkg = self.gmem.qkg
-            self.qk.prefetch(self.wg, qkg.q, qkg.k, Copies(self.barriers.qk_reload))
-
-        @pl.when(self.wg == 1)
-        def _():
-            self.prefetch_step_matrix(0)
-
-        plgpu.barrier_wait(self.barriers.qk_reload)
-
-    def wait_beta_scaling(self, which: int) -> Smem:
-        """[2, C]: the scaling of `write_beta_scaling`, written over beta once it is there.
-
-        `which` is 0 in warpgroup 1, and 1 in warpgroup 2: each has a copy.
-        """
-        plgpu.barrier_wait(self.barriers.beta_full.at[which])
-        scaling_smem = self.smem.beta_scaling.at[self.zero + which]
-        write_beta_scaling(scaling_smem.at[0], scaling_smem)
-        return scaling_smem
+        copies = Copies(self.barriers.beta_full)
+        copies.start(source.at[0], self.smem.beta_scaling.at[0])

@@ -8,10 +8,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jfla.pallas.common.beta_scaling import write_a_inv, write_beta_scaling, write_lower
+from jfla.pallas.common.beta_scaling import (
+    scale_rows_and_columns,
+    write_a_inv,
+    write_beta_scaling,
+)
 from jfla.pallas.common.chunk_index import ChunkIndex
 from jfla.pallas.common.qk_tiles import K, Q
-from jfla.pallas.mgpu.iota import iota_smem, write_iota
+from jfla.pallas.mgpu.copies import commit_smem, store_transposed
 from jfla.pallas.mgpu.launch import launch
 from jfla.pallas.mgpu.layouts import WGMMA
 from jfla.pallas.mgpu.opaque import opaque_zero
@@ -25,7 +29,7 @@ from jfla.types import CHUNK
 class SumBlocksInputs(NamedTuple):
     """What the kernel reads."""
 
-    block_sums: Gmem  # [B, HV, N, blocks, 2, C, C] float32: terms of q D k^T and k D k^T
+    block_sums: Gmem  # [B, HV, N, blocks, 2, C, C] float32: terms of (q D k^T)^T and (k D k^T)^T
     beta: Gmem  # [B, HV, N, 1, C] float32
     zero: Gmem  # opaque zero
 
@@ -38,7 +42,6 @@ class SharedStorage(NamedTuple):
     a_inv: Smem  # [C, C] bf16
     lower: Smem  # [C, C] float16: what is inverted
     work: Smem  # [C, C] float16: of the inverse
-    iota: Smem  # [1, C]
 
 
 def sum_blocks(block_sums: jax.Array, beta: jax.Array) -> IntraChunk:
@@ -54,7 +57,6 @@ def sum_blocks(block_sums: jax.Array, beta: jax.Array) -> IntraChunk:
         index = ChunkIndex(*map(lax.axis_index, ("sequence", "head", "chunk")))
         zero = gmem.zero[0]
         plgpu.copy_gmem_to_smem(index.tile(gmem.beta).at[0], smem.beta_scaling.at[0], beta_full)
-        write_iota(smem.iota.at[0])
         terms = index.tile(gmem.block_sums)
 
         def total(which: int) -> Reg:
@@ -62,15 +64,17 @@ def sum_blocks(block_sums: jax.Array, beta: jax.Array) -> IntraChunk:
             loaded = [plgpu.load(x, layout=WGMMA, optimized=False) for x in blocks]
             return functools.reduce(jnp.add, loaded)
 
-        smem.a_qk[...] = total(Q).astype(BF16)
+        store_transposed(smem.a_qk, total(Q).astype(BF16))
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(smem.a_qk, index.tile(intra_gmem.a_qk))
         plgpu.barrier_wait(beta_full)
         write_beta_scaling(smem.beta_scaling.at[0], smem.beta_scaling)
         plgpu.commit_smem()
-        write_lower(total(K), smem.beta_scaling, smem.lower, zero)
-        inverse = TriangularInverse(smem.lower, smem.work, zero, smem.iota.at[0])
-        write_a_inv(inverse, smem.beta_scaling, smem.a_inv)
+        lower = scale_rows_and_columns(-total(K), smem.beta_scaling, zero, inverse=True)
+        store_transposed(smem.lower, lower.astype(F16))
+        commit_smem()
+        inverse = TriangularInverse(smem.lower, smem.work)
+        write_a_inv(inverse, smem.beta_scaling, smem.a_inv, zero)
         plgpu.copy_smem_to_gmem(smem.a_inv, index.tile(intra_gmem.a_inv))
         plgpu.wait_smem_to_gmem(0)
 
@@ -87,7 +91,6 @@ def sum_blocks(block_sums: jax.Array, beta: jax.Array) -> IntraChunk:
             a_inv=tile_smem(CHUNK, CHUNK),
             lower=tile_smem(CHUNK, CHUNK, dtype=F16),
             work=tile_smem(CHUNK, CHUNK, dtype=F16),
-            iota=iota_smem(1, CHUNK),
         ),
         barriers=plgpu.Barrier(),
         name="jfla_sum_blocks",

@@ -1,0 +1,77 @@
+"""What a thread of a warpgroup holds of an accumulator's tile, for code in Mosaic's own operations.
+
+A warp has 16 rows of a tile of 64. In every 8 x 8 part of them a thread has two neighbours of a row: those of row
+`row` from column `column` on. An array of n columns is n / 8 parts wide and, in a warp, two parts high.
+"""
+
+from typing import Any
+
+import numpy as np
+from jax.experimental.mosaic import gpu as mosaic
+from jax.experimental.mosaic.gpu import utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith
+
+from jfla.pallas.mgpu.layouts import TILE_ROWS
+
+Scalar = Any  # an MLIR value: an i32, an i1 or a pointer
+Fragments = Any  # mosaic.FragmentedArray: an array in registers
+
+BLOCK_ROWS = 16  # of a warp
+NUM_WARPS = TILE_ROWS // BLOCK_ROWS
+PART = 8  # rows and columns of a part
+HALVES = 2  # parts of a warp, one over the other
+
+
+class Thread:
+    """A thread's warp in its warpgroup, and its place in a part."""
+
+    def __init__(self) -> None:
+        thread = mosaic.thread_idx()
+        lane = arith.remui(thread, i32(32))
+        self.warp = arith.remui(arith.divui(thread, i32(32)), i32(NUM_WARPS))
+        self.row = arith.divui(lane, i32(4))
+        self.pair = arith.remui(lane, i32(4))
+        self.column = arith.muli(self.pair, i32(2))
+
+
+def i32(x: int) -> Scalar:
+    return mosaic.c(x, ir.IntegerType.get_signless(32))
+
+
+def multiply_add(x: Scalar, factor: int, y: Scalar) -> Scalar:
+    """x * factor + y."""
+    return arith.addi(arith.muli(x, i32(factor)), y)
+
+
+def equal(x: Scalar, y: Scalar) -> Scalar:
+    return arith.cmpi(arith.CmpIPredicate.eq, x, y)
+
+
+def less(x: Scalar, y: Scalar) -> Scalar:
+    return arith.cmpi(arith.CmpIPredicate.ult, x, y)
+
+
+def pointer_at(ptr: Scalar, elements: Scalar | int, element: Any) -> Scalar:
+    return utils.getelementptr(ptr, [elements], element)
+
+
+def parts_of(columns: int) -> list[tuple[int, int]]:
+    """(column of parts, half) of an array of so many columns, in the order of its registers."""
+    return [(column, half) for column in range(columns // PART) for half in range(HALVES)]
+
+
+def parts(x: Fragments) -> dict[tuple[int, int], Any]:
+    """The registers of an array by (column of parts, half)."""
+    return dict(zip(parts_of(x.shape[1]), x.registers.flatten()))
+
+
+def from_parts(registers: dict[tuple[int, int], Any]) -> Fragments:
+    """The array of these registers, a vector of two elements each."""
+    columns = len(registers) // HALVES * PART
+    layout = mosaic.WGMMA_LAYOUT
+    flat = [registers[part] for part in parts_of(columns)]
+    shape = layout.registers_shape((TILE_ROWS, columns))
+    return mosaic.FragmentedArray(
+        _registers=np.array(flat, dtype=object).reshape(shape), _layout=layout, _is_signed=None
+    )

@@ -1,0 +1,152 @@
+"""Loads, stores and masks of arrays in registers by blocks of 16 rows, which are a warp's.
+
+Pallas' indexing cannot say what differs from warp to warp; here it costs one address or predicate for each.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.mosaic import gpu as mosaic
+from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
+
+from jfla.pallas.context import interpreting
+from jfla.pallas.mgpu.layouts import TILE_ROWS, WGMMA
+from jfla.pallas.mgpu.smem import F32, SWIZZLE_BYTES, tile_transforms
+from jfla.pallas.mgpu.thread import (
+    BLOCK_ROWS,
+    HALVES,
+    NUM_WARPS,
+    PART,
+    Fragments,
+    Thread,
+    equal,
+    from_parts,
+    i32,
+    less,
+    multiply_add,
+    parts,
+    parts_of,
+    pointer_at,
+)
+from jfla.pallas.mgpu.types import Reg, Smem
+
+
+def load_per_block(vectors_smem: Smem, first: int) -> Reg:
+    """[64, columns]: in every row of block w the vector `first + w` of [vectors, columns] float32."""
+    _, columns = vectors_smem.shape
+    if interpreting():
+        return jnp.repeat(vectors_smem[first : first + NUM_WARPS], BLOCK_ROWS, axis=0)
+    out: Any = plgpu.ShapeDtypeStruct((TILE_ROWS, columns), jnp.dtype(F32), WGMMA)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=out)
+    def load(_: Any, vectors: Any) -> Fragments:
+        thread = Thread()
+        f32 = ir.F32Type.get()
+        pair = ir.VectorType.get((2,), f32)
+        number = arith.addi(thread.warp, i32(first))
+        offset = multiply_add(number, columns, thread.column)
+        ptr = pointer_at(utils.memref_ptr(vectors), offset, f32)
+        registers = {}
+        for column in range(columns // PART):
+            value = llvm.load(pair, pointer_at(ptr, column * PART, f32))
+            for half in range(HALVES):
+                registers[column, half] = value
+        return from_parts(registers)
+
+    return load(vectors_smem)  # pyright: ignore[reportCallIssue]: the first argument is Mosaic's
+
+
+def store_blocks(x: Reg, rows_smem: Smem, positions: tuple[int, int, int, int]) -> None:
+    """Block w of x [64, 64], of 16 bits, to the rows of block `positions[w]` of a tile [rows, 64]."""
+    if interpreting():
+        for block, position in enumerate(positions):
+            rows = x[block * BLOCK_ROWS : (block + 1) * BLOCK_ROWS]
+            first = position * BLOCK_ROWS
+            rows_smem[first : first + BLOCK_ROWS] = rows
+        return
+    tile: Any = plgpu.RefType(tile_transforms(rows_smem.dtype))
+
+    @plgpu.inline_mgpu(arg_types=(WGMMA, tile))
+    def store(_: Any, x: Fragments, rows: Any) -> None:
+        # By how many blocks a warp's own is moved, from where a store of the tile would put it: a byte each.
+        moves = [position - block for block, position in enumerate(positions)]
+        packed = i32(sum(move << (8 * block) for block, move in enumerate(moves)))
+        move = arith.shrui(packed, arith.muli(Thread().warp, i32(8)))
+        groups = arith.muli(arith.andi(move, i32(255)), i32(BLOCK_ROWS // PART))
+        first = arith.index_cast(ir.IndexType.get(), groups)
+        moved = mosaic.memref_slice(rows, mosaic.ds(first, TILE_ROWS // PART))
+        x.store_tiled(moved, SWIZZLE_BYTES)
+
+    store(x, rows_smem)  # pyright: ignore[reportCallIssue]
+
+
+def store_columns(x: Reg, vectors_smem: Smem) -> None:
+    """The first columns of x [64, columns] float32 as the vectors [n, 64]; n is a multiple of 8."""
+    count = vectors_smem.shape[0]
+    if interpreting():
+        vectors_smem[...] = x[:, :count].T
+        return
+
+    @plgpu.inline_mgpu(arg_types=(WGMMA, plgpu.RefType()))
+    def store(_: Any, x: Fragments, vectors: Any) -> None:
+        thread = Thread()
+        f32 = ir.F32Type.get()
+        row = multiply_add(thread.warp, BLOCK_ROWS, thread.row)
+        offset = multiply_add(thread.column, TILE_ROWS, row)
+        ptr = pointer_at(utils.memref_ptr(vectors), offset, f32)
+        for (column, half), register in parts(x).items():
+            for n in range(2):
+                vector_number = column * PART + n
+                if vector_number < count:
+                    moved = pointer_at(ptr, vector_number * TILE_ROWS + half * PART, f32)
+                    llvm.store(_element(register, n), moved)
+
+    store(x, vectors_smem)  # pyright: ignore[reportCallIssue]
+
+
+def mask_behind(x: Reg, block: int, which: int, strictly: bool) -> Reg:
+    """[64, 16] of x [64, 16 n], part `which` of n, where row <= 16 block + column, or row < it; 0 elsewhere."""
+    shape = (TILE_ROWS, BLOCK_ROWS)
+    if interpreting():
+        x = x[:, which * BLOCK_ROWS : (which + 1) * BLOCK_ROWS]
+        row = lax.broadcasted_iota(jnp.int32, shape, 0)
+        column = lax.broadcasted_iota(jnp.int32, shape, 1) + block * BLOCK_ROWS
+        return jnp.where(row < column if strictly else row <= column, x, 0.0)
+    out: Any = plgpu.ShapeDtypeStruct(shape, x.dtype, WGMMA)
+
+    @plgpu.inline_mgpu(arg_types=(WGMMA,), return_type=out)
+    def mask(_: Any, x: Fragments) -> Fragments:
+        thread = Thread()
+        before = less(thread.warp, i32(block))
+        here = equal(thread.warp, i32(block))
+        zero = mosaic.c(0.0, ir.F32Type.get())
+
+        def kept(column: int, half: int, n: int) -> Any:
+            if half > column:
+                return before
+            if half < column:
+                return arith.ori(before, here)
+            # row <= column of the thread's element n, or row < it
+            bound = arith.addi(thread.column, i32(n + (not strictly)))
+            return arith.ori(before, arith.andi(here, less(thread.row, bound)))
+
+        all_parts = parts(x)
+        registers = {}
+        for column, half in parts_of(BLOCK_ROWS):
+            register = all_parts[which * BLOCK_ROWS // PART + column, half]
+            masked = register
+            for n in range(2):
+                element = arith.select(kept(column, half, n), _element(register, n), zero)
+                masked = vector.insert(element, masked, dynamic_position=[], static_position=[n])
+            registers[column, half] = masked
+        return from_parts(registers)
+
+    return mask(x)  # pyright: ignore[reportCallIssue]
+
+
+def _element(pair: Any, n: int) -> Any:
+    return vector.extract(pair, dynamic_position=[], static_position=[n])

@@ -1,0 +1,210 @@
+"""What the channel warpgroups of KDA's intra-chunk kernel make: `DecayedQK`, and the operands of pairs of tokens.
+
+Within a block of 16 tokens log2 decays are summed from the block's first token to a row; from a
+column they are summed to the next block's first token. What lies between is a decay of a whole
+block, a number per channel. With f_b the first token of block b, token i in block b, token j in
+block c < b, and the sums of log2 decays G(.., ..]:
+
+    q_from_start_i = q_i 2^G(f_b, i] * 2^G[0, f_b]
+    D_ij = 2^G(f_b, i] * 2^G(j, f_(c+1)] * 2^G(f_(c+1), f_b]
+    D_ij = 2^G(f_b, i] * 2^-G(f_b, j]                        for j in block b too: see `pair_passes.py`
+
+No sum is the difference of two. The rows of A are q and k with the first factor, rounded once; its
+columns k with the others.
+"""
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jfla.pallas.common.chunk_index import TILE_K
+from jfla.pallas.common.decay_sums import (
+    ALL_TOKENS,
+    FROM_CHUNK_START,
+    NUM_BLOCK_SPANS,
+    ON_BY_ONE,
+    ON_BY_TWO,
+    TO_CHUNK_END,
+    WITHIN,
+)
+from jfla.pallas.common.pair_passes import NUM_BLOCKS, RANGE, growth, row_factor
+from jfla.pallas.common.qk_tiles import K, Q
+from jfla.pallas.mgpu.copies import commit_smem, load_with_layout, store_tile, wait_for_stores
+from jfla.pallas.mgpu.iota import per_column, per_row
+from jfla.pallas.mgpu.layouts import WGMMA
+from jfla.pallas.mgpu.mma import zeros
+from jfla.pallas.mgpu.smem import BF16, F32
+from jfla.pallas.mgpu.types import Index, Reg
+from jfla.pallas.mgpu.warp_blocks import load_per_block, store_blocks, store_columns
+from jfla.pallas.sm90.intra_kda.smem import (
+    COLUMN_SUMS,
+    ROW_SUMS,
+    IntraKdaOutputs,
+    IntraKdaWarpgroup,
+    column_positions,
+)
+
+
+def channel_warpgroup(ctx: IntraKdaWarpgroup, outputs: IntraKdaOutputs) -> None:
+    """Everything that a channel warpgroup does with its channels of a chunk."""
+    load_decays(ctx)
+    # The stores of the chunk before read tiles that are written from here on, and slots of the next chunk.
+    wait_for_stores(read_only=True)
+    ctx.prefetch_next_qk()
+    write_block_decays(ctx, outputs.with_pairs)
+    if outputs.with_pairs:
+        begin_pass(ctx)
+    # Zeros of their own: else addresses that several stages need are kept in registers from the first to the last.
+    write_later_columns(ctx.recompute_addresses(ctx.zero & 1), outputs.with_pairs)
+    write_rows(ctx.recompute_addresses(ctx.zero & 2), outputs.with_pairs)
+    if outputs.with_pairs:
+        end_pass(ctx)
+    else:
+        commit_smem()
+    start_stores(ctx.recompute_addresses(ctx.zero & 4), outputs)
+    if outputs.with_pairs:
+        further_passes(ctx)
+
+
+def load_decays(ctx: IntraKdaWarpgroup) -> None:
+    """log2 decays of the channels into shared memory, and their share of the norms of q and k."""
+    qk = ctx.qk
+    smem = ctx.smem
+    tile = ctx.wg
+    slot = ctx.slot
+    raw = qk.load_raw_gate(ctx.gmem.qkg, tile)
+    plgpu.barrier_wait(ctx.barriers.qk_full.at[2 * tile + slot])
+    bias = None if smem.bias is None else smem.bias.at[slot, tile]
+    resets = None if smem.resets is None else smem.resets.at[slot, tile]
+    smem.log2_decay.at[tile][...] = qk.scaled_log2_decay(raw, ctx.gmem.qkg, bias, resets)
+    if qk.options.qk_norm:
+        qk.write_square_norms(tile, None if ctx.has_all_channels else ctx.gmem.qkg)
+        if qk.num_tiles > 1:
+            ctx.sync_channel_warpgroups()
+    commit_smem()
+
+
+def write_block_decays(ctx: IntraKdaWarpgroup, with_pairs: bool) -> None:
+    """The decays over `block_spans`; and what the passes of pairs depend on."""
+    sums = ctx.block_sums()
+    store_columns(jnp.exp2(sums), ctx.smem.block_decay.at[ctx.wg])
+    if with_pairs:
+        span = per_column(lax.iota(jnp.int32, NUM_BLOCK_SPANS) + ctx.zero, TILE_K)
+        sums = jnp.where(span >= WITHIN, sums, zeros(TILE_K, NUM_BLOCK_SPANS))
+        least = jnp.min(sums, axis=1)
+        ctx.smem.least.at[ctx.slot, ctx.wg][...] = least
+    commit_smem()
+
+
+def write_later_columns(ctx: IntraKdaWarpgroup, with_pairs: bool) -> None:
+    """k_to_end, and k as the columns that meet rows of later blocks."""
+    block_decay = ctx.smem.block_decay.at[ctx.wg]
+    column = scaled(ctx, K, ctx.qk.k[ctx.wg]) * jnp.exp2(ctx.decay_sums(COLUMN_SUMS))
+    k_to_end = column * load_per_block(block_decay, TO_CHUNK_END)
+    ctx.smem.k_to_end.at[ctx.wg][...] = k_to_end.astype(BF16)
+    if with_pairs:
+        store_later_columns(ctx, column)
+
+
+def write_rows(ctx: IntraKdaWarpgroup, with_pairs: bool) -> None:
+    """q_from_start and k_from_start, where q and k were; and q and k as rows, and k as columns of their own block."""
+    sums = ctx.decay_sums(ROW_SUMS)
+    factor = row_factor(sums)
+    from_start = load_per_block(ctx.smem.block_decay.at[ctx.wg], FROM_CHUNK_START)
+    k = ctx.qk.k[ctx.wg]
+    for which, tiles in ((Q, ctx.qk.q), (K, ctx.qk.k)):
+        row = scaled(ctx, which, tiles[ctx.wg]) * factor
+        if with_pairs:
+            store_rows(ctx, which, row)
+        tiles.at[ctx.wg][...] = (row * from_start).astype(BF16)
+    if with_pairs:
+        store_columns_of(ctx, scaled(ctx, K, k) * growth(sums), distance=0)
+
+
+def start_stores(ctx: IntraKdaWarpgroup, outputs: IntraKdaOutputs) -> None:
+    """Starts the stores of `DecayedQK`."""
+    columns = ctx.part.columns(ctx.wg)
+    index = ctx.qk.index
+    for source, target in (
+        (ctx.qk.q, outputs.q_from_start),
+        (ctx.qk.k, outputs.k_from_start),
+        (ctx.smem.k_to_end, outputs.k_to_end),
+    ):
+        store_tile(source.at[ctx.wg], index.tile(target).at[:, columns])
+    chunk_decay = index.tile(outputs.chunk_decay).at[columns]
+    store_tile(ctx.smem.block_decay.at[ctx.wg, ALL_TOKENS], chunk_decay)
+
+
+def further_passes(ctx: IntraKdaWarpgroup) -> None:
+    """The operands of the passes behind the first, which few gates need: q and k are read again."""
+    qkg = ctx.gmem.qkg
+
+    def one_pass(which_pass: Index, zero: Index) -> Index:
+        of_pass = ctx.recompute_addresses(zero)
+        bits = which_pass.astype(F32) * RANGE
+        begin_pass(of_pass)
+        k = load_with_layout(of_pass.qk.view(qkg.k, of_pass.wg), WGMMA)
+        column = jnp.exp2(of_pass.decay_sums(COLUMN_SUMS) - bits)
+        store_later_columns(of_pass, scaled(of_pass, K, k) * column)
+        sums = of_pass.decay_sums(ROW_SUMS)
+        factor = row_factor(sums, bits)
+        q = load_with_layout(of_pass.qk.view(qkg.q, of_pass.wg), WGMMA)
+        store_rows(of_pass, Q, scaled(of_pass, Q, q) * factor)
+        store_rows(of_pass, K, scaled(of_pass, K, k) * factor)
+        store_columns_of(of_pass, scaled(of_pass, K, k) * growth(sums, bits), distance=0)
+        end_pass(of_pass)
+        return zero & which_pass
+
+    # Another zero than the first pass has, so that no address is kept for the loop.
+    lax.fori_loop(1, ctx.num_passes(ctx.wg), one_pass, ctx.zero & ctx.slot)
+
+
+def scaled(ctx: IntraKdaWarpgroup, which: int, x: Reg) -> Reg:
+    """[C, 64] float32 of q or k as it was loaded: normalised under qk_norm, and q scaled."""
+    x = x.astype(F32)
+    if ctx.qk.options.qk_norm:
+        x = x * per_row(ctx.qk.inv_norm(which), TILE_K)
+    return x * ctx.qk.scale(which) if which == Q else x
+
+
+def begin_pass(ctx: IntraKdaWarpgroup) -> None:
+    """Waits until the pairs warpgroup has read the operands of the pass before."""
+    plgpu.barrier_wait(ctx.barriers.pairs_empty.at[ctx.wg])
+
+
+def end_pass(ctx: IntraKdaWarpgroup) -> None:
+    """Hands the operands of a pass over; and with them that all stores of the chunk before are done."""
+    if ctx.ready_flags.flags_gmem is not None:
+        wait_for_stores()
+    commit_smem()
+    plgpu.barrier_arrive(ctx.barriers.pairs_full.at[ctx.wg])
+
+
+def store_rows(ctx: IntraKdaWarpgroup, which: int, row: Reg) -> None:
+    """The rows of q or k, of every block those of q first."""
+    first, second, third, last = (2 * block + which for block in range(NUM_BLOCKS))
+    store_blocks(row.astype(BF16), ctx.smem.rows.at[ctx.wg], (first, second, third, last))
+
+
+def store_columns_of(ctx: IntraKdaWarpgroup, column: Reg, distance: int) -> None:
+    """The columns that meet the rows so many blocks on."""
+    target = ctx.smem.columns.at[ctx.wg]
+    store_blocks(column.astype(BF16), target, column_positions(distance))
+
+
+def store_later_columns(ctx: IntraKdaWarpgroup, column: Reg) -> None:
+    """The columns that meet rows of later blocks, from those as they meet the next one."""
+    block_decay = ctx.smem.block_decay.at[ctx.wg]
+    store_columns_of(ctx, column, distance=1)
+    column = column * load_per_block(block_decay, ON_BY_ONE)
+    store_columns_of(ctx, column, distance=2)
+    column = column * load_per_block(block_decay, ON_BY_TWO)
+    store_columns_of(ctx, column, distance=3)
+
+
+def finish(ctx: IntraKdaWarpgroup, outputs: IntraKdaOutputs) -> None:
+    """Tells the pairs warpgroup that all stores of the last chunk are done."""
+    wait_for_stores()
+    if outputs.with_pairs:
+        begin_pass(ctx)
+        plgpu.barrier_arrive(ctx.barriers.pairs_full.at[ctx.wg])

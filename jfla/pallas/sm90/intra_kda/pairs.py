@@ -1,0 +1,142 @@
+"""What the pairs warpgroup of KDA's intra-chunk kernel makes: a_qk, and a_inv through the inverse.
+
+    a_qk = tril(q D k^T)                     docs/math.md, equation (4); q is scaled
+    a_inv = (I + L)^-1 diag(beta)            equation (5), L = stril(diag(beta) k D k^T)
+
+The pairs are kept transposed, A^T, by blocks of 16 rows: the left operand of a matmul is 64 columns
+of A, of which those up to the block count. The operands come from the channel warpgroups, a tile of
+64 channels and a pass at a time (`pair_passes.py`).
+"""
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jfla.pallas.common.beta_scaling import write_a_inv, write_beta_scaling
+from jfla.pallas.common.pair_passes import BLOCK, NUM_BLOCKS
+from jfla.pallas.common.qk_tiles import K, Q
+from jfla.pallas.mgpu.copies import (
+    commit_smem,
+    store_from_layout,
+    store_tile,
+    store_transposed,
+    wait_for_stores,
+)
+from jfla.pallas.mgpu.iota import per_column, per_row
+from jfla.pallas.mgpu.layouts import COLS, ROWS
+from jfla.pallas.mgpu.mma import dots, zeros
+from jfla.pallas.mgpu.opaque import pin
+from jfla.pallas.mgpu.smem import BF16, F16, transposed
+from jfla.pallas.mgpu.triangular import TriangularInverse
+from jfla.pallas.mgpu.types import Gmem, Index, Reg, Smem
+from jfla.pallas.mgpu.warp_blocks import mask_behind
+from jfla.pallas.sm90.intra_kda.smem import COLUMN_BLOCKS, IntraKdaOutputs, IntraKdaWarpgroup
+from jfla.types import CHUNK
+
+Pairs = list[Reg]  # [C, 2 BLOCK] of every block: its rows of q D k^T, then of k D k^T, transposed
+
+
+def pairs_warpgroup(ctx: IntraKdaWarpgroup, outputs: IntraKdaOutputs) -> None:
+    """Everything that the pairs warpgroup does with a chunk."""
+    if outputs.a_inv is not None:
+        commit_smem()
+        ctx.prefetch_beta()
+    pairs = sum_over_channels(ctx)
+    if outputs.block_sums is not None:
+        store_block_sums(ctx, pairs, outputs.block_sums)
+        return
+
+    # The channel warpgroups waited for their stores of the chunk before ahead of `pairs_full`; with this
+    # warpgroup's own, all of that chunk is in global memory.
+    @pl.when(ctx.work_tile.has_previous)
+    def _():
+        ctx.ready_flags.signal(ctx.previous_index)
+
+    wait_for_stores(read_only=True)
+    store_a(ctx, pairs, outputs)
+
+
+def sum_over_channels(ctx: IntraKdaWarpgroup) -> Pairs:
+    """The pairs of every block, over all tiles and passes."""
+
+    def add_tile(tile: Index, carry: tuple[Pairs, Index]) -> tuple[Pairs, Index]:
+        full = ctx.barriers.pairs_full.at[tile]
+        plgpu.barrier_wait(full)
+
+        def add(which_pass: Index, carry: tuple[Pairs, Index]) -> tuple[Pairs, Index]:
+            pairs, zero = carry
+
+            @pl.when(which_pass > 0)
+            def _():
+                plgpu.barrier_wait(full)
+
+            pairs = add_pass(ctx, tile + zero, pairs)
+            plgpu.barrier_arrive(ctx.barriers.pairs_empty.at[tile])
+            return pairs, zero & which_pass
+
+        return lax.fori_loop(0, ctx.num_passes(tile), add, carry)
+
+    none = [zeros(CHUNK, 2 * BLOCK) for _ in range(NUM_BLOCKS)]
+    pairs, _ = lax.fori_loop(0, ctx.qk.num_tiles, add_tile, (none, ctx.zero))
+    return pairs
+
+
+def add_pass(ctx: IntraKdaWarpgroup, tile: Index, pairs: Pairs) -> Pairs:
+    """Adds a pass of a tile of channels."""
+    columns = ctx.smem.columns.at[tile]
+    rows = ctx.smem.rows.at[tile]
+    sums = []
+    for block, acc in enumerate(pairs):
+        left = columns.at[pl.ds(BLOCK * COLUMN_BLOCKS[block], CHUNK)]
+        right = rows.at[pl.ds(2 * BLOCK * block, 2 * BLOCK)]
+        sums.append((acc, (left, transposed(right))))
+    return dots(*sums)
+
+
+def store_a(ctx: IntraKdaWarpgroup, pairs: Pairs, outputs: IntraKdaOutputs) -> None:
+    """a_qk, and a_inv through the inverse, to global memory."""
+    a_inv, inverse_smem = ctx.smem.inverse
+    index = ctx.qk.index
+    scaling = ctx.smem.beta_scaling
+    zero = ctx.zero
+    a_qk = ctx.smem.a_qk
+    for block in range(NUM_BLOCKS):
+        x = mask_behind(pairs[block], block, Q, strictly=False)
+        store_transposed(_rows(a_qk, block), x.astype(BF16))
+    commit_smem()
+    store_tile(a_qk, index.tile(outputs.a_qk))
+    plgpu.barrier_wait(ctx.barriers.beta_full)
+    write_beta_scaling(scaling.at[0], scaling)
+    commit_smem()
+    lower = inverse_smem.at[zero]
+    for block in range(NUM_BLOCKS):
+        x = -mask_behind(pairs[block], block, K, strictly=True)
+        store_transposed(_rows(lower, block), scaled_block(x, block, scaling).astype(F16))
+    commit_smem()
+    inverse = TriangularInverse(lower, inverse_smem.at[zero + 1])
+    write_a_inv(inverse, scaling, a_inv, zero)
+    store_tile(a_inv, index.tile(outputs.a_inv))
+
+
+def scaled_block(x: Reg, block: int, scaling_smem: Smem) -> Reg:
+    """x [C, BLOCK] of L^T with the scaling of beta on its rows and columns: see `beta_scaling.py`."""
+    of_rows = plgpu.load(scaling_smem.at[0, pl.ds(block * BLOCK, BLOCK)], layout=COLS)
+    of_columns = plgpu.load(scaling_smem.at[1], layout=ROWS)
+    # Pinned, so that layout inference does not try every pair of layouts of one buffer.
+    x = x * pin(per_column(of_rows, CHUNK))
+    return x * pin(per_row(of_columns, BLOCK))
+
+
+def store_block_sums(ctx: IntraKdaWarpgroup, pairs: Pairs, block_sums_gmem: Gmem) -> None:
+    """What this channel block adds to the pairs, to global memory."""
+    block_of_channels = lax.div(ctx.part.first_tile, jnp.int32(ctx.qk.num_tiles))
+    target = ctx.qk.index.tile(block_sums_gmem).at[block_of_channels]
+    for which in (Q, K):
+        for block in range(NUM_BLOCKS):
+            x = mask_behind(pairs[block], block, which, strictly=False)
+            store_from_layout(target.at[which, :, pl.ds(block * BLOCK, BLOCK)], x)
+
+
+def _rows(tile_smem: Smem, block: int) -> Smem:
+    return tile_smem.at[pl.ds(block * BLOCK, BLOCK)]
