@@ -8,10 +8,11 @@ import dataclasses
 from typing import NamedTuple
 
 from jfla.packing import num_aligned_chunks
-from jfla.pallas.mgpu.machine import Machine
+from jfla.pallas.machine import Machine
 from jfla.types import Inputs, Op, Options
 
 SUPPORTED_DIMS = (64, 128, 256)
+MAX_DIM: dict[Machine, int] = {"hopper": 256, "ampere": 128}  # of K and of V of a chunked call
 DECODE_TOKENS = 8  # of one call: a CTA keeps all of them in shared memory
 HOPPER_SMS = 132  # of an H100 SXM or H200, where no device says
 # By compute capability, of a CTA's shared memory what its tiles may take: all but 1 KiB.

@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfla.pallas.context import interpreting
+from jfla.pallas.mgpu import target as _target  # noqa: F401  Mosaic asks it for the architecture
 from jfla.pallas.mgpu.types import MemorySpec
 
 # body(inputs_gmem, outputs_gmem, smem, barriers)

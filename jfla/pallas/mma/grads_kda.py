@@ -320,7 +320,7 @@ def grads_kda(
     parts = PartGrid(grid, num_blocks=key_dim // TILE_K, tiles_per_block=1)
 
     def body(
-        gmem: GradsKdaInputs, out_gmem: KernelGrads, smem: SharedStorage, barriers: None
+        gmem: GradsKdaInputs, out_gmem: KernelGrads, smem: SharedStorage, barriers: tuple
     ) -> None:
         del barriers
         part = parts(lax.axis_index("cta"))
