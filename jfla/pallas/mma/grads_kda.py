@@ -66,7 +66,7 @@ class SharedStorage(NamedTuple):
     bias: Smem  # [64], where there is a gate
     resets: Smem  # [C], where sequences are packed
     diagonals: Smem  # [2, C]: do . v_new and dv . v_new of every token
-    z: Smem  # [C, 64] float32
+    z: Smem  # [1, C, 64] float32
     least: Smem  # [C]: of a row the least sum of log2 decays since its block began
     dg_chunk: Smem  # [64]: what the states give to dg of every token
     iota: Smem  # [1, C] int32
@@ -96,7 +96,17 @@ class GradsKdaCta(NamedTuple):
 
     def add_to_z(self, x: Reg) -> None:
         """Adds to z in shared memory: registers have no room for it beside dq and dk."""
-        self.smem.z[...] = load(self.smem.z) + x
+        self.z[...] = load(self.z) + x
+
+    @property
+    def z(self) -> Smem:
+        """[C, 64] float32: the summands of dg whose decays reach from or to a token of the chunk."""
+        return self.smem.z.at[self.zero]
+
+    @property
+    def parts(self) -> tuple[Smem, Smem]:
+        """Two tiles, in the place of the states."""
+        return self.smem.states.at[self.zero + STATE], self.smem.states.at[self.zero + DSTATE]
 
     @property
     def rows(self) -> tuple[Smem, Smem]:
@@ -181,41 +191,46 @@ def grads_of_states(ctx: GradsKdaCta, num_v_tiles: int, dg_gmem: Gmem) -> Grads:
         dstate = ctx.smem.states.at[DSTATE]
         # With channels as rows, so that no warp needs another.
         product = load(transposed(state)).astype(F32) * load(transposed(dstate)).astype(F32)
+        state_dot_dstate += jnp.sum(product, axis=1)
+        commit_smem()  # keeps the compiler from loading this beside the operands of the matmuls
         dq, dk, dk_end = dots(
             (dq, (ctx.smem.values.at[DO], state)),
             (dk, (ctx.smem.values.at[DV], state)),
             (dk_end, (ctx.smem.values.at[V_NEW], dstate)),
         )
-        return dq, dk, dk_end, state_dot_dstate + jnp.sum(product, axis=1)
+        return dq, dk, dk_end, state_dot_dstate
 
     zero = zeros(CHUNK, TILE_K)
     zero_rows = plgpu.layout_cast(jnp.zeros(TILE_K, F32), ROWS)
-    sums = lax.fori_loop(0, num_v_tiles, add, (zero, zero, zero, zero_rows))
+    # A loop also where there is one tile: beside what follows, its sums would be spilled.
+    sums = lax.fori_loop(0, num_v_tiles + ctx.zero, add, (zero, zero, zero, zero_rows))
     dq, dk, dk_end, state_dot_dstate = sums
+    ctx.z[...] = dk  # registers are too few for it during the next sums
     commit_smem()
     ctx.smem.dg_chunk[...] = state_dot_dstate * jnp.exp2(ctx.decays.whole_chunk())
     dk_end = dk_end * jnp.exp2(ctx.decays.to_end())
     dg = per_column(plgpu.load(ctx.smem.dg_chunk, layout=COLS), CHUNK)
-    after = sum_over_tokens(ctx, ctx.qk.scaled(K, 0) * dk_end, dg, up_to=False)
+    after = sum_over_tokens(ctx, ctx.qk.scaled(K, ctx.zero) * dk_end, dg, up_to=False)
     store_from_layout(dg_gmem, after)
     from_start = jnp.exp2(ctx.decays.from_start())
     dq = dq * from_start
-    dk = -dk * from_start
-    ctx.smem.z[...] = ctx.qk.scaled(Q, 0) * dq + ctx.qk.scaled(K, 0) * dk
+    dk = -load(ctx.z) * from_start
+    ctx.z[...] = ctx.qk.scaled(Q, ctx.zero) * dq + ctx.qk.scaled(K, ctx.zero) * dk
     return Grads(dq, dk + dk_end)
 
 
 def sum_over_tokens(ctx: GradsKdaCta, x: Reg, acc: Reg, up_to: bool) -> Reg:
     """acc_m + the sum of x_i over i >= m where a decay reaches up to i, else over i < m. x goes as two bf16 tiles."""
     high = x.astype(BF16)
-    ctx.smem.states.at[0][...] = high
-    ctx.smem.states.at[1][...] = (x - high.astype(F32)).astype(BF16)
+    high_smem, low_smem = ctx.parts
+    high_smem[...] = high
+    low_smem[...] = (x - high.astype(F32)).astype(BF16)
     commit_smem()
     row, column = ctx.decays.tokens()
     chosen = column >= row if up_to else column < row
     zero = zeros(CHUNK, CHUNK)
     ones = jnp.where(chosen, zero + 1.0, zero).astype(BF16)
-    return dot(acc, (ones, ctx.smem.states.at[0]), (ones, ctx.smem.states.at[1]))
+    return dot(acc, (ones, high_smem), (ones, low_smem))
 
 
 def add_pairs(ctx: GradsKdaCta, grads: Grads) -> tuple[Grads, Index]:
@@ -223,23 +238,29 @@ def add_pairs(ctx: GradsKdaCta, grads: Grads) -> tuple[Grads, Index]:
     ctx.smem.least[...] = jnp.min(ctx.decays.rows_in_block(), axis=1)
     commit_smem()
     least = jnp.min(plgpu.load(ctx.smem.least, layout=COLS))
+    num_steps = kda_blocks.passes_of(least) * NUM_BLOCKS
 
-    def one_pass(which_pass: Index, carry: tuple[Grads, Index]) -> tuple[Grads, Index]:
-        bits = which_pass.astype(F32)
-        grads, zero = carry
-        of_pass = ctx._replace(zero=zero)
-        factor = kda_blocks.row_factor(of_pass.decays.rows_in_block(), bits)
-        commit_smem()  # the pass before has read its rows
-        for which, target in zip((Q, K), of_pass.rows):
-            target[...] = (ctx.qk.scaled(which, zero) * factor).astype(BF16)
+    def one_step(step: Index, grads: Grads) -> Grads:
+        # One loop over passes and blocks: the counters of two would be spilled.
+        of_step = ctx._replace(zero=ctx.zero & step)
+        block = step & (NUM_BLOCKS - 1)
+        bits = lax.div(step, jnp.int32(NUM_BLOCKS)).astype(F32)
 
-        def one_block(block: Index, carry: tuple[Grads, Index]) -> tuple[Grads, Index]:
-            grads, zero = carry
-            return add_block(ctx._replace(zero=zero), block, bits, grads), zero & block
+        @pl.when(block == 0)
+        def _():
+            write_rows(of_step, bits)
 
-        return lax.fori_loop(0, NUM_BLOCKS, one_block, (grads, zero))
+        return add_block(of_step, block, bits, grads)
 
-    return lax.fori_loop(0, kda_blocks.passes_of(least), one_pass, (grads, ctx.zero))
+    return lax.fori_loop(0, num_steps, one_step, grads), ctx.zero & num_steps
+
+
+def write_rows(ctx: GradsKdaCta, bits: Index) -> None:
+    """q and k with the factors of rows in a pass of their blocks."""
+    factor = kda_blocks.row_factor(ctx.decays.rows_in_block(), bits)
+    commit_smem()  # the pass before has read its rows
+    for which, target in zip((Q, K), ctx.rows):
+        target[...] = (ctx.qk.scaled(which, ctx.zero) * factor).astype(BF16)
 
 
 def add_block(ctx: GradsKdaCta, block: Index, bits: Index, grads: Grads) -> Grads:
@@ -259,16 +280,14 @@ def add_block(ctx: GradsKdaCta, block: Index, bits: Index, grads: Grads) -> Grad
     from_rows = dot(zero, *products)
     dk = dk + factor * from_rows
     ctx.add_to_z(-load(ctx.k_columns).astype(F32) * from_rows)
-    factor = kda_blocks.row_factor(ctx.decays.rows_in_block(), bits)
     row, _ = ctx.decays.tokens()
     in_block = (row & ~(BLOCK - 1)) == block * BLOCK
-    from_columns = jnp.where(in_block, dot(zero, (w_q, ctx.k_columns)), zero)
-    dq = dq + factor * from_columns
-    ctx.add_to_z(load(q_rows).astype(F32) * from_columns)
-    from_columns = jnp.where(in_block, dot(zero, (w_k, ctx.k_columns)), zero)
-    dk = dk + factor * from_columns
-    ctx.add_to_z(load(k_rows).astype(F32) * from_columns)
-    return Grads(dq, dk)
+    from_columns_q = jnp.where(in_block, dot(zero, (w_q, ctx.k_columns)), zero)
+    ctx.add_to_z(load(q_rows).astype(F32) * from_columns_q)
+    from_columns_k = jnp.where(in_block, dot(zero, (w_k, ctx.k_columns)), zero)
+    ctx.add_to_z(load(k_rows).astype(F32) * from_columns_k)
+    factor = kda_blocks.row_factor(ctx.decays.rows_in_block(), bits)
+    return Grads(dq + factor * from_columns_q, dk + factor * from_columns_k)
 
 
 def store_grads(ctx: GradsKdaCta, grads: Grads, out_gmem: KernelGrads) -> None:
@@ -277,11 +296,11 @@ def store_grads(ctx: GradsKdaCta, grads: Grads, out_gmem: KernelGrads) -> None:
     columns = ctx.columns
     dg_gmem = ctx.index.rows(out_gmem.dg, heads, columns)
     commit_smem()
-    dg = sum_over_tokens(ctx, load(ctx.smem.z), load_with_layout(dg_gmem, WGMMA), up_to=True)
+    dg = sum_over_tokens(ctx, load(ctx.z), load_with_layout(dg_gmem, WGMMA), up_to=True)
     store_from_layout(dg_gmem, dg)
     diagonal = per_row(plgpu.load(ctx.smem.diagonals.at[Q], layout=ROWS), TILE_K)
-    dq = (grads.dq + diagonal * ctx.qk.scaled(K, 0)) * ctx.qk.scale(Q)
-    dk = grads.dk + diagonal * ctx.qk.scaled(Q, 0)
+    dq = (grads.dq + diagonal * ctx.qk.scaled(K, ctx.zero)) * ctx.qk.scale(Q)
+    dk = grads.dk + diagonal * ctx.qk.scaled(Q, ctx.zero)
     for dx, target in ((dq, out_gmem.dq), (dk, out_gmem.dk)):
         store_from_layout(ctx.index.rows(target, heads, columns), dx.astype(target.dtype))
 
@@ -368,7 +387,7 @@ def _shared_storage(operands: QkgOperands, options: QkOptions) -> SharedStorage:
         bias=None if options.no_gate else vectors(TILE_K),
         resets=None if operands.resets is None else vectors(CHUNK),
         diagonals=vectors(2, CHUNK),
-        z=vectors(CHUNK, TILE_K),
+        z=vectors(1, CHUNK, TILE_K),
         least=vectors(CHUNK),
         dg_chunk=vectors(TILE_K),
         iota=iota_smem(1, CHUNK),
