@@ -28,6 +28,7 @@ from jax.typing import DTypeLike
 from jfla.pallas.common.chunk_index import TILE_K, TILE_V, ChunkGrid, ChunkIndex, PartGrid
 from jfla.pallas.common.qk_tiles import K, Q, QkgOperands, QkOptions, QkTiles
 from jfla.pallas.common.results import KernelGrads
+from jfla.pallas.context import interpreting
 from jfla.pallas.mgpu.copies import Copies, commit_smem, load_with_layout, store_from_layout
 from jfla.pallas.mgpu.iota import iota_smem, per_column, per_row, write_iota
 from jfla.pallas.mgpu.launch import launch
@@ -43,6 +44,12 @@ from jfla.types import CHUNK
 
 DO, DV, V_NEW = range(3)  # of SharedStorage.values
 STATE, DSTATE = range(2)  # of SharedStorage.states
+# Of SharedStorage.lines: squared norms of q and k, two lines; bias, where there is a gate, and resets, where sequences
+# are packed; do . v_new and dv . v_new of every token, two lines; of a row the least sum of log2 decays since its block
+# began; what the states give to dg of every token.
+SQUARE_NORMS, BIAS, RESETS, DIAGONALS, LEAST, DG_CHUNK, NUM_LINES = 0, 2, 3, 4, 6, 7, 8
+LEAST_OF_ALL = DG_CHUNK  # which has been read by then
+HIGH, LOW = range(2)  # the two bf16 parts of a number
 
 
 class GradsKdaInputs(NamedTuple):
@@ -57,18 +64,12 @@ class SharedStorage(NamedTuple):
     """Shared memory of a CTA: tiles [C, 64] of 16 bits, vectors float32."""
 
     values: Smem  # [3] tiles: 64 columns of V of do, dv, v_new; then q and k as rows of a pass, and k as its columns
-    states: Smem  # [2] tiles: 64 rows, of V, of S^T and dS^T; then the two parts of a summand of dg
+    states_or_z: tuple[Smem, Smem]  # in one place, see the properties `states` and `z`
     q: Smem  # [1] tile
     k: Smem  # [1] tile
-    weights: Smem  # [2] tiles: W_q and W_k
+    weights: Smem  # [2, 2] tiles: W_q and W_k in two parts
     decay: Smem  # [1] float16 tile: log2 decays of the tile of channels, times GATE_SCALE
-    square_norms: Smem  # [2, 1, C]
-    bias: Smem  # [64], where there is a gate
-    resets: Smem  # [C], where sequences are packed
-    diagonals: Smem  # [2, C]: do . v_new and dv . v_new of every token
-    z: Smem  # [1, C, 64] float32
-    least: Smem  # [C]: of a row the least sum of log2 decays since its block began
-    dg_chunk: Smem  # [64]: what the states give to dg of every token
+    lines: Smem  # [NUM_LINES, 1, 64]: vectors, in one buffer because each begins at a multiple of 1 KiB
     iota: Smem  # [1, C] int32
 
 
@@ -94,19 +95,45 @@ class GradsKdaCta(NamedTuple):
         qk = self.qk._replace(index=index._replace(chunk=index.chunk + zero))
         return self._replace(qk=qk, zero=zero)
 
+    def line(self, number: int) -> Smem:
+        """[64]: of `SharedStorage.lines`."""
+        return self.smem.lines.at[number, 0]
+
+    @property
+    def bias(self) -> Smem:
+        return None if self.qk.options.no_gate else self.line(BIAS)
+
+    @property
+    def resets(self) -> Smem:
+        return None if self.gmem.qkg.resets is None else self.line(RESETS)
+
     def add_to_z(self, x: Reg) -> None:
         """Adds to z in shared memory: registers have no room for it beside dq and dk."""
         self.z[...] = load(self.z) + x
 
     @property
+    def states(self) -> Smem:
+        """[2] tiles: 64 rows, of V, of S^T and dS^T; then the two parts of a summand of dg."""
+        return self.smem.states_or_z[0]
+
+    @property
     def z(self) -> Smem:
         """[C, 64] float32: the summands of dg whose decays reach from or to a token of the chunk."""
-        return self.smem.z.at[self.zero]
+        return self.smem.states_or_z[1].at[self.zero]
 
     @property
     def parts(self) -> tuple[Smem, Smem]:
         """Two tiles, in the place of the states."""
-        return self.smem.states.at[self.zero + STATE], self.smem.states.at[self.zero + DSTATE]
+        return self.states.at[self.zero + HIGH], self.states.at[self.zero + LOW]
+
+    def rows_of(self, which: Index) -> Smem:
+        """q or k with the factors of rows in a pass."""
+        return self.smem.values.at[self.zero + DO + which]
+
+    def weights(self, which: Index) -> tuple[Smem, Smem]:
+        """Both parts of W_q or W_k."""
+        weights = self.smem.weights.at[self.zero + which]
+        return weights.at[HIGH], weights.at[LOW]
 
     @property
     def rows(self) -> tuple[Smem, Smem]:
@@ -144,10 +171,10 @@ def load_qk(ctx: GradsKdaCta, copies: Copies) -> None:
     """Starts the copies of q, k and the gate's vectors."""
     qkg = ctx.gmem.qkg
     ctx.qk.prefetch(0, qkg.q, qkg.k, copies)
-    if ctx.smem.bias is not None:
-        copies.start(qkg.bias.at[ctx.index.head, ctx.columns], ctx.smem.bias)
-    if ctx.smem.resets is not None:
-        copies.start(qkg.resets.at[ctx.index.batch, ctx.index.tokens], ctx.smem.resets)
+    if ctx.bias is not None:
+        copies.start(qkg.bias.at[ctx.index.head, ctx.columns], ctx.bias)
+    if ctx.resets is not None:
+        copies.start(qkg.resets.at[ctx.index.batch, ctx.index.tokens], ctx.resets)
 
 
 def write_pair_weights(ctx: GradsKdaCta, num_v_tiles: int) -> None:
@@ -167,9 +194,10 @@ def write_pair_weights(ctx: GradsKdaCta, num_v_tiles: int) -> None:
     for which, weights in ((Q, w_q), (K, -w_k)):
         row, column = ctx.decays.tokens()
         diagonal = jnp.sum(jnp.where(row == column, weights, zero), axis=1)
-        ctx.smem.diagonals.at[which][...] = diagonal
+        ctx.line(DIAGONALS + which)[...] = diagonal
         strictly_lower = jnp.where(column < row, weights, zero)
-        ctx.smem.weights.at[which][...] = strictly_lower.astype(BF16)
+        for part, rounded in zip((HIGH, LOW), two_parts(strictly_lower)):
+            ctx.smem.weights.at[which, part][...] = rounded
     commit_smem()
 
 
@@ -185,10 +213,10 @@ def grads_of_states(ctx: GradsKdaCta, num_v_tiles: int, dg_gmem: Gmem) -> Grads:
         scans = ctx.gmem.scans
         for which, source in ((STATE, scans.states), (DSTATE, scans.dstates)):
             view = ctx.index.tile(source).at[rows, ctx.columns]
-            copies.start(view, ctx.smem.states.at[which])
+            copies.start(view, ctx.states.at[which])
         copies.wait()
-        state = ctx.smem.states.at[STATE]
-        dstate = ctx.smem.states.at[DSTATE]
+        state = ctx.states.at[STATE]
+        dstate = ctx.states.at[DSTATE]
         # With channels as rows, so that no warp needs another.
         product = load(transposed(state)).astype(F32) * load(transposed(dstate)).astype(F32)
         state_dot_dstate += jnp.sum(product, axis=1)
@@ -205,26 +233,24 @@ def grads_of_states(ctx: GradsKdaCta, num_v_tiles: int, dg_gmem: Gmem) -> Grads:
     # A loop also where there is one tile: beside what follows, its sums would be spilled.
     sums = lax.fori_loop(0, num_v_tiles + ctx.zero, add, (zero, zero, zero, zero_rows))
     dq, dk, dk_end, state_dot_dstate = sums
-    ctx.z[...] = dk  # registers are too few for it during the next sums
     commit_smem()
-    ctx.smem.dg_chunk[...] = state_dot_dstate * jnp.exp2(ctx.decays.whole_chunk())
+    ctx.line(DG_CHUNK)[...] = state_dot_dstate * jnp.exp2(ctx.decays.whole_chunk())
     dk_end = dk_end * jnp.exp2(ctx.decays.to_end())
-    dg = per_column(plgpu.load(ctx.smem.dg_chunk, layout=COLS), CHUNK)
+    dg = per_column(plgpu.load(ctx.line(DG_CHUNK), layout=COLS), CHUNK)
     after = sum_over_tokens(ctx, ctx.qk.scaled(K, ctx.zero) * dk_end, dg, up_to=False)
     store_from_layout(dg_gmem, after)
     from_start = jnp.exp2(ctx.decays.from_start())
     dq = dq * from_start
-    dk = -load(ctx.z) * from_start
+    dk = -dk * from_start
     ctx.z[...] = ctx.qk.scaled(Q, ctx.zero) * dq + ctx.qk.scaled(K, ctx.zero) * dk
     return Grads(dq, dk + dk_end)
 
 
 def sum_over_tokens(ctx: GradsKdaCta, x: Reg, acc: Reg, up_to: bool) -> Reg:
     """acc_m + the sum of x_i over i >= m where a decay reaches up to i, else over i < m. x goes as two bf16 tiles."""
-    high = x.astype(BF16)
     high_smem, low_smem = ctx.parts
-    high_smem[...] = high
-    low_smem[...] = (x - high.astype(F32)).astype(BF16)
+    commit_smem()  # what lay there has been read
+    high_smem[...], low_smem[...] = two_parts(x)
     commit_smem()
     row, column = ctx.decays.tokens()
     chosen = column >= row if up_to else column < row
@@ -233,11 +259,21 @@ def sum_over_tokens(ctx: GradsKdaCta, x: Reg, acc: Reg, up_to: bool) -> Reg:
     return dot(acc, (ones, high_smem), (ones, low_smem))
 
 
+def two_parts(x: Reg) -> tuple[Reg, Reg]:
+    """x as a sum of two bf16 numbers, high and low."""
+    high = x.astype(BF16)
+    return high, (x - high.astype(F32)).astype(BF16)
+
+
 def add_pairs(ctx: GradsKdaCta, grads: Grads) -> tuple[Grads, Index]:
     """What pairs of tokens give, in as many passes as the block that loses most takes; and a later opaque zero."""
-    ctx.smem.least[...] = jnp.min(ctx.decays.rows_in_block(), axis=1)
+    ctx.line(LEAST)[...] = jnp.min(ctx.decays.rows_in_block(), axis=1)
     commit_smem()
-    least = jnp.min(plgpu.load(ctx.smem.least, layout=COLS))
+    # Every row finds the least of all: a reduction to a scalar would need shared memory of its own.
+    all_rows = per_column(plgpu.load(ctx.line(LEAST), layout=COLS), CHUNK)
+    ctx.line(LEAST_OF_ALL)[...] = jnp.min(all_rows, axis=1)
+    commit_smem()
+    least = ctx.smem.lines[LEAST_OF_ALL, 0, 0]
     num_steps = kda_blocks.passes_of(least) * NUM_BLOCKS
 
     def one_step(step: Index, grads: Grads) -> Grads:
@@ -267,27 +303,32 @@ def add_block(ctx: GradsKdaCta, block: Index, bits: Index, grads: Grads) -> Grad
     """What the rows of a block give to dq, dk and z in a pass, and what they give to its columns."""
     dq, dk = grads
     q_rows, k_rows = ctx.rows
-    w_q = ctx.smem.weights.at[ctx.zero + Q]
-    w_k = ctx.smem.weights.at[ctx.zero + K]
+    w_q, w_k = (ctx.weights(which) for which in (Q, K))
     zero = zeros(CHUNK, TILE_K)
     factor = kda_blocks.column_factor(ctx.decays.columns_to_block(block), bits)
     commit_smem()  # the block before has read its columns
     ctx.k_columns[...] = (ctx.qk.scaled(K, ctx.zero) * factor).astype(BF16)
     products = [
         (transposed(kda_blocks.block_rows(w, block)), kda_blocks.block_rows(rows, block))
-        for w, rows in ((w_q, q_rows), (w_k, k_rows))
+        for parts, rows in ((w_q, q_rows), (w_k, k_rows))
+        for w in parts
     ]
     from_rows = dot(zero, *products)
     dk = dk + factor * from_rows
     ctx.add_to_z(-load(ctx.k_columns).astype(F32) * from_rows)
     row, _ = ctx.decays.tokens()
     in_block = (row & ~(BLOCK - 1)) == block * BLOCK
-    from_columns_q = jnp.where(in_block, dot(zero, (w_q, ctx.k_columns)), zero)
-    ctx.add_to_z(load(q_rows).astype(F32) * from_columns_q)
-    from_columns_k = jnp.where(in_block, dot(zero, (w_k, ctx.k_columns)), zero)
-    ctx.add_to_z(load(k_rows).astype(F32) * from_columns_k)
     factor = kda_blocks.row_factor(ctx.decays.rows_in_block(), bits)
-    return Grads(dq + factor * from_columns_q, dk + factor * from_columns_k)
+
+    def add_columns(which: Index, grads: tuple[Reg, Reg]) -> tuple[Reg, Reg]:
+        # The other of dq and dk comes first in the next turn: side by side the two would be spilled.
+        dx, other = grads
+        products = [(w, ctx.k_columns) for w in ctx.weights(which)]
+        from_columns = jnp.where(in_block, dot(zeros(CHUNK, TILE_K), *products), 0.0 * dx)
+        ctx.add_to_z(load(ctx.rows_of(which)).astype(F32) * from_columns)
+        return other, dx + factor * from_columns
+
+    return Grads(*lax.fori_loop(0, 2 + ctx.zero, add_columns, (dq, dk)))
 
 
 def store_grads(ctx: GradsKdaCta, grads: Grads, out_gmem: KernelGrads) -> None:
@@ -298,7 +339,7 @@ def store_grads(ctx: GradsKdaCta, grads: Grads, out_gmem: KernelGrads) -> None:
     commit_smem()
     dg = sum_over_tokens(ctx, load(ctx.z), load_with_layout(dg_gmem, WGMMA), up_to=True)
     store_from_layout(dg_gmem, dg)
-    diagonal = per_row(plgpu.load(ctx.smem.diagonals.at[Q], layout=ROWS), TILE_K)
+    diagonal = per_row(plgpu.load(ctx.line(DIAGONALS + Q), layout=ROWS), TILE_K)
     dq = (grads.dq + diagonal * ctx.qk.scaled(K, ctx.zero)) * ctx.qk.scale(Q)
     dk = grads.dk + diagonal * ctx.qk.scaled(Q, ctx.zero)
     for dx, target in ((dq, out_gmem.dq), (dk, out_gmem.dk)):
@@ -306,7 +347,7 @@ def store_grads(ctx: GradsKdaCta, grads: Grads, out_gmem: KernelGrads) -> None:
 
     @pl.when(ctx.qk.first == 0)
     def _():
-        v_new_dot_dv = -plgpu.load(ctx.smem.diagonals.at[K], layout=ROWS)
+        v_new_dot_dv = -plgpu.load(ctx.line(DIAGONALS + K), layout=ROWS)
         store_from_layout(ctx.index.tile(out_gmem.v_new_dot_dv), v_new_dot_dv)
 
 
@@ -319,7 +360,7 @@ def run_chunk(ctx: GradsKdaCta, out_gmem: KernelGrads) -> None:
     if ctx.qk.options.qk_norm:
         ctx.qk.write_square_norms(0, ctx.gmem.qkg)
         commit_smem()
-    ctx.qk.write_decays(0, ctx.gmem.qkg, ctx.smem.bias, ctx.smem.resets, ctx.smem.decay.at[0])
+    ctx.qk.write_decays(0, ctx.gmem.qkg, ctx.bias, ctx.resets, ctx.smem.decay.at[0])
     dg_gmem = ctx.index.rows(out_gmem.dg, ctx.qk.value_heads, ctx.columns)
     grads = grads_of_states(ctx, num_v_tiles, dg_gmem)
     grads, zero = add_pairs(ctx, grads)
@@ -350,7 +391,7 @@ def grads_kda(
             num_tiles=1,
             q=smem.q,
             k=smem.k,
-            square_norms=smem.square_norms,
+            square_norms=smem.lines.at[pl.ds(SQUARE_NORMS, 2)],
             first=part.first_tile,
         )
         run_chunk(GradsKdaCta(qk, gmem, smem, gmem.zero[0]), out_gmem)
@@ -364,31 +405,29 @@ def grads_kda(
         KernelGrads(dx, dx, shape(per_channel, F32), shape((*grid, CHUNK), F32)),
         grid={"cta": parts.num_parts},
         num_warpgroups=1,
-        smem=_shared_storage(operands, options),
+        smem=_shared_storage(),
         name="jfla_grads_kda_mma",
+        reduces_across_warps=False,
     )
 
 
-def _shared_storage(operands: QkgOperands, options: QkOptions) -> SharedStorage:
+def _shared_storage() -> SharedStorage:
     def tiles(*lead: int, dtype: DTypeLike = BF16) -> MemorySpec:
         return tile_smem(*lead, CHUNK, TILE_K, dtype=dtype)
 
     def vectors(*shape: int) -> MemorySpec:
         return plgpu.SMEM(shape, F32)
 
+    states_or_z: MemorySpec = (tiles(2), vectors(1, CHUNK, TILE_K))
+    if not interpreting():  # its race detector cannot tell the two apart
+        states_or_z = plgpu.RefUnion(*states_or_z)
     return SharedStorage(
         values=tiles(3),
-        states=tiles(2),
+        states_or_z=states_or_z,
         q=tiles(1),
         k=tiles(1),
-        weights=tiles(2),
+        weights=tiles(2, 2),
         decay=tiles(1, dtype=F16),
-        square_norms=vectors(2, 1, CHUNK) if options.qk_norm else None,
-        bias=None if options.no_gate else vectors(TILE_K),
-        resets=None if operands.resets is None else vectors(CHUNK),
-        diagonals=vectors(2, CHUNK),
-        z=vectors(1, CHUNK, TILE_K),
-        least=vectors(CHUNK),
-        dg_chunk=vectors(TILE_K),
+        lines=vectors(NUM_LINES, 1, CHUNK),
         iota=iota_smem(1, CHUNK),
     )
