@@ -154,6 +154,7 @@ _CAPABILITIES = f"{', '.join(_others)} and {_last}"
 # By major compute capability, why there are no kernels for it.
 _FAILS = {
     "7": "which has no mma.sync of bfloat16 and no cp.async",
+    "12": "for which ptxas does not take the sm_120a code that Mosaic GPU writes",
 }
 
 

@@ -125,6 +125,7 @@ def test_another_gpu_takes_kernels_that_were_not_measured_there(function, capabi
     ("capability", "reason"),
     [
         ("7.5", "compute capability 7.5, which has no mma.sync of bfloat16"),
+        ("12.0", "compute capability 12.0, for which ptxas does not take the sm_120a code"),
         ("9.9", "9.9; the kernels are compiled for 8.0, 8.6, 8.9, 9.0 and 10.0"),
     ],
 )

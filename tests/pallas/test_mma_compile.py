@@ -17,7 +17,8 @@ PLAIN = ("initial", "final")
 CHUNKED = [
     (op, dims, RAW if dims[0] == dims[1] else PLAIN) for op in ("kda", "gdn") for dims in DIMS
 ]
-CHUNKED += [
+# In the smallest shared memory that there is.
+MORE = [
     ("gdn", (128, 128), features)
     for features in (("float16", *PLAIN), ("along time",), ("segments", "packed", *PLAIN))
 ]
@@ -31,18 +32,21 @@ QUICK = (
 )
 
 
-def cases(kinds: list[tuple[Any, ...]]) -> list[Any]:
-    """(capability, ...) for `pytest.mark.parametrize`, for every capability; those that are not quick are slow."""
-    params = []
-    for capability in CAPABILITIES:
-        for kind in kinds:
-            marks = [] if (capability, *kind) in QUICK else [pytest.mark.slow]
-            params.append(pytest.param(capability, *kind, marks=marks))
-    return params
+def cases(*kinds: tuple[Any, ...]) -> list[Any]:
+    """For `pytest.mark.parametrize`; those that are not quick are slow."""
+    return [
+        pytest.param(*kind, marks=[] if kind in QUICK else [pytest.mark.slow]) for kind in kinds
+    ]
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize(("capability", "op", "dims", "features"), cases(CHUNKED))
+@pytest.mark.parametrize(
+    ("capability", "op", "dims", "features"),
+    cases(
+        *((capability, *kind) for capability in CAPABILITIES for kind in CHUNKED),
+        *(("8.9", *kind) for kind in MORE),
+    ),
+)
 def test_kernels_compile_as_written_down(capability, op, dims, features):
     """Forward and backward: no kernel spills a register, takes more shared memory than there is, or loses instructions.
 
@@ -59,7 +63,10 @@ def test_kernels_compile_as_written_down(capability, op, dims, features):
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize(("capability", "op", "time"), cases(DECODED))
+@pytest.mark.parametrize(
+    ("capability", "op", "time"),
+    cases(*((capability, *kind) for capability in CAPABILITIES for kind in DECODED)),
+)
 def test_the_decode_kernel_compiles_as_written_down(capability, op, time):
     """The state goes through device memory 16 bytes at a time."""
     from support.compile_for import compiled
