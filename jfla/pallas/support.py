@@ -174,7 +174,8 @@ def machine_of(inputs: Inputs) -> Machine:
 
 def smem_bytes(inputs: Inputs) -> int:
     """What the tiles of a CTA may take on the GPU on which the call runs."""
-    return SMEM_BYTES.get(capability_of(target_of(inputs)), HOPPER_SMEM_BYTES)
+    room = SMEM_BYTES.get(capability_of(target_of(inputs)), HOPPER_SMEM_BYTES)
+    return room if machine_of(inputs) == "hopper" else min(room, SMEM_BYTES["8.0"])
 
 
 def is_measured(inputs: Inputs) -> bool:
