@@ -19,9 +19,10 @@ PASSES = ("forward", "backward")
 INK = "#1f2430"
 MUTED = "#6b7280"
 GRID = "#e5e7eb"
-OURS = ("pallas", "pallas_states", "xla", "scan")
+OURS = ("pallas", "mma", "pallas_states", "xla", "scan")
 COLORS = {
     "pallas": "#2563eb",
+    "mma": "#93c5fd",
     "pallas_states": "#1e40af",
     "xla": "#60a5fa",
     "scan": "#6b7280",

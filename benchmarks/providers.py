@@ -67,6 +67,19 @@ def _pallas(case: Case) -> Program:
     return _op("pallas", case)
 
 
+def _mma(case: Case) -> Program:
+    """The mma.sync kernels, on a Hopper GPU too."""
+    _no_stages(case)
+    form = "recurrent" if case.timed == "decode" else "chunk"
+    op = getattr(jfla, f"{form}_{case.op}")
+
+    def call(*main: Any, **rest: Any) -> jfla.DeltaRuleOutput:
+        with jfla.pallas.mma_kernels():
+            return op(*main, **rest, implementation="pallas")
+
+    return jax_program(call, case)
+
+
 def _pallas_states(case: Case) -> Program:
     """Packed sequences with a state of their own going in and coming out, and gradients of both.
 
@@ -137,6 +150,7 @@ PROVIDERS: dict[str, Provider] = {
     "pallas_states": Provider(_pallas_states, ours=True, tunes=False),
     "xla": Provider(_xla, ours=True),
     "scan": Provider(_scan, ours=True),
+    "mma": Provider(_mma, ours=True, tunes=False),
     "fla": Provider(_peer("peer_fla"), ("torch", "triton", "fla")),
     "fla_kernels": Provider(_peer("peer_fla_kernels"), ("torch", "triton", "fla", "jax_triton")),
     "flash_qla": Provider(_peer("peer_flash_qla"), ("torch", "tilelang", "flash_qla")),

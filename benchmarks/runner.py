@@ -72,7 +72,7 @@ class Plan:
 
 def _default_implementations() -> tuple[str, ...]:
     hopper = str(getattr(jax.devices()[0], "compute_capability", None)) == "9.0"
-    asked_for = ("pallas_states", *(("xla", "scan") if hopper else ()))
+    asked_for = ("mma", "pallas_states", *(("xla", "scan") if hopper else ()))
     return tuple(name for name in PROVIDERS if name not in asked_for and not unavailable(name))
 
 

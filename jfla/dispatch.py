@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jfla._inputs.validate import DEFAULTS, validate, validate_recurrent
-from jfla.pallas import support
+from jfla.pallas import support, trial
 from jfla.pallas.context import interpreting, target
 from jfla.pallas.heuristics import decode_v_block, dims_of, schedule
 from jfla.pallas.padding import pad_channels, padded_sizes, without_padded_channels
@@ -46,8 +46,16 @@ class Choice:
         return "\n".join(lines)
 
 
-def choose(form: Form, inputs: Inputs, options: Options, wanted: Implementation | None) -> Choice:
+def choose(
+    form: Form,
+    inputs: Inputs,
+    options: Options,
+    wanted: Implementation | None,
+    compiles: bool = False,
+) -> Choice:
     """The choice for a validated call; one that is asked for by name never falls back to another.
+
+    `compiles` is whether kernels that were never run on a GPU like this may be tried out: see `jfla.pallas.trial`.
 
     **Raises:** `NotImplementedError` with the reason when the implementation asked for by name cannot take the call.
     """
@@ -56,9 +64,11 @@ def choose(form: Form, inputs: Inputs, options: Options, wanted: Implementation 
     if wanted == "xla":
         return Choice(name, "xla", {"pallas": 'implementation="xla" was asked for'}, portable)
     reason = support.unsupported(form, inputs, options)
+    if reason is None and wanted is None:
+        reason = trial.refused(form, inputs, options, compiles)
     if reason is None:
         by_platform = _by_platform(inputs, wanted)
-        detail = _kernels_detail(by_platform)
+        detail = _kernels_detail(inputs, by_platform)
         if form == "chunk":
             sizes = padded_sizes(inputs).items()
             detail += "".join(f", {letter} = {size} padded to {to}" for letter, (size, to) in sizes)
@@ -85,10 +95,15 @@ def _by_platform(inputs: Inputs, wanted: Implementation | None) -> bool:
     return support.is_traced(inputs) or target() is not None
 
 
-def _kernels_detail(by_platform: bool) -> str:
+def _kernels_detail(inputs: Inputs, by_platform: bool) -> str:
     if interpreting():
         return "kernels in interpret mode"
-    return f"Hopper kernels{' where it is lowered for CUDA, elsewhere plain JAX' * by_platform}"
+    detail = support.KERNELS[support.machine_of(inputs)]
+    if by_platform:
+        detail += " where it is lowered for CUDA, elsewhere plain JAX"
+    if not support.is_measured(inputs):
+        detail += "; compiled, not measured on this GPU"
+    return detail
 
 
 def explain(function: Callable[..., DeltaRuleOutput], *args: Any, **kwargs: Any) -> Choice:
@@ -139,7 +154,7 @@ def run(op: Op, form: Form, *args: Any, **kwargs: Any) -> DeltaRuleOutput:
     inputs, options, wanted = _validated(op, form, args, kwargs)
 
     def chosen(inputs: Inputs, options: Options) -> DeltaRuleOutput:
-        choice = choose(form, inputs, options, wanted)
+        choice = choose(form, inputs, options, wanted, compiles=True)
         _LOG.debug("%s", choice)
         return _RUNNERS[form, choice.implementation](inputs, options, choice)
 
@@ -163,7 +178,13 @@ def _chunk_pallas(inputs: Inputs, options: Options, choice: Choice) -> DeltaRule
 
     padded = pad_channels(inputs, options.op.scalar_gate)
     plan = chunk_op.Plan(
-        schedule(options.op, dims_of(padded, options), support.num_sms(inputs)),
+        schedule(
+            options.op,
+            dims_of(padded, options),
+            support.num_sms(inputs),
+            support.smem_bytes(inputs),
+            support.machine_of(inputs),
+        ),
         interpret=interpreting(),
         by_platform=choice.by_platform,
     )
@@ -182,6 +203,7 @@ def _recurrent_pallas(inputs: Inputs, options: Options, choice: Choice) -> Delta
         interpret=interpreting(),
         by_platform=choice.by_platform,
         num_sms=num_sms,
+        machine=support.machine_of(inputs),
     )
     return decode.decode(inputs, options, recurrent.run, plan)
 

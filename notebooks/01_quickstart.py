@@ -92,7 +92,7 @@ plt.style.use("jfla.cli.notebook")
 tokens, per_head = jax.ShapeDtypeStruct((1, 4096, 4, 64), "bfloat16"), jax.ShapeDtypeStruct((1, 4096, 4), "float32")
 reason = jfla.pallas.supported(tokens, tokens, tokens, jax.ShapeDtypeStruct(tokens.shape, "float32"), per_head)
 print(f"JAX {jax.__version__} on {jax.devices()[0].device_kind}")
-print("implementation=None takes", '"pallas", the Hopper kernels' if reason is None else f'"xla" here: {reason}')
+print("implementation=None takes", '"pallas", the kernels' if reason is None else f'"xla" here: {reason}')
 
 # %% [markdown]
 # ## The two operators

@@ -103,7 +103,7 @@ tokens, per_head = (
 reason = jfla.pallas.supported(tokens, tokens, tokens, per_head, per_head)
 DTYPE = jnp.bfloat16 if reason is None else jnp.float32
 print(f"JAX {jax.__version__} on {jax.devices()[0].device_kind}, {jnp.dtype(DTYPE).name}")
-print("implementation=None takes", '"pallas", the Hopper kernels' if reason is None else f'"xla" here: {reason}')
+print("implementation=None takes", '"pallas", the kernels' if reason is None else f'"xla" here: {reason}')
 
 # %% [markdown]
 # ## 1. A language model of Python

@@ -106,7 +106,7 @@ plt.style.use("jfla.cli.notebook")
 tokens, per_head = jax.ShapeDtypeStruct((1, 8192, 32, 128), "bfloat16"), jax.ShapeDtypeStruct((1, 8192, 32), "float32")
 reason = jfla.pallas.supported(tokens, tokens, tokens, per_head, per_head)
 print(f"JAX {jax.__version__} on {jax.devices()[0].device_kind}")
-print("implementation=None takes", '"pallas", the Hopper kernels' if reason is None else f'"xla" here: {reason}')
+print("implementation=None takes", '"pallas", the kernels' if reason is None else f'"xla" here: {reason}')
 
 # %% [markdown]
 # ## The results

@@ -6,11 +6,18 @@ The kernels themselves are imported with the first call that runs them.
 from typing import Any
 
 from jfla._inputs.validate import DEFAULTS, validate
-from jfla.pallas.context import compiling_for, interpret, interpreting
+from jfla.pallas.context import compiling_for, interpret, interpreting, mma_kernels
 from jfla.pallas.support import unsupported
 from jfla.types import GDN, KDA
 
-__all__ = ["compiling_for", "interpret", "interpreting", "supported", "unsupported"]
+__all__ = [
+    "compiling_for",
+    "interpret",
+    "interpreting",
+    "mma_kernels",
+    "supported",
+    "unsupported",
+]
 
 
 def supported(q: Any, k: Any, v: Any, g: Any, beta: Any, **arguments: Any) -> str | None:

@@ -16,7 +16,7 @@ from jfla.pallas.common.qk_tiles import QkgOperands, QkOptions
 from jfla.pallas.common.results import KernelGrads
 from jfla.pallas.common.scan.spec import segment_table
 from jfla.pallas.heuristics import Dims
-from jfla.pallas.mgpu.machine import on_hopper
+from jfla.pallas.machine import on_hopper
 from jfla.pallas.mgpu.smem import BF16, F16, F32
 from jfla.parallel.varying import vary_with
 from jfla.types import CHUNK, Inputs, Options, State, Value
@@ -279,9 +279,13 @@ def _to_query(dx: Array, x: Array, inputs: Inputs, options: Options) -> Array:
     batch, time, heads, key_dim = x.shape
     if dx.shape[2] != heads:
         dx = jnp.sum(dx.reshape(batch, time, heads, -1, key_dim), axis=3)
-    half = operand_dtype(inputs, options) == F16
-    # Kernels that see all channels of a row at once have done the adjoint of the norm.
-    if options.qk_norm and (key_dim > CHANNEL_BLOCK or half or not on_hopper()):
+    if leaves_norm(inputs, options):
         norm = lambda x: l2norm(without_padding(x, inputs.segment_ids))
         (dx,) = jax.vjp(norm, x)[1](dx)
     return dx.astype(x.dtype)
+
+
+def leaves_norm(inputs: Inputs, options: Options) -> bool:
+    """Whether the kernels leave the adjoint of q's and k's norm: where none sees all channels of a row at once."""
+    half = operand_dtype(inputs, options) == F16
+    return options.qk_norm and (inputs.q.shape[-1] > CHANNEL_BLOCK or half or not on_hopper())

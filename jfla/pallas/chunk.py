@@ -34,7 +34,7 @@ from jfla.pallas.common.scan.spec import ScanConfig
 from jfla.pallas.common.scan.split_time import split_ends, split_states, stretch_end
 from jfla.pallas.common.scan.steps import backward_scans_kernel, output_scan_kernel
 from jfla.pallas.heuristics import Schedule
-from jfla.pallas.mgpu.machine import tracing_for
+from jfla.pallas.machine import tracing_for
 from jfla.pallas.mgpu.overlap import PendingResults, overlap, run
 from jfla.pallas.mgpu.smem import BF16, F16, F32
 from jfla.pallas.mma.grads_gdn import grads_gdn as mma_grads_gdn

@@ -1,4 +1,7 @@
-"""Where kernels are to run, as the caller says it: interpreted anywhere, or compiled for a GPU that is not here."""
+"""Where kernels are to run, as the caller says it: interpreted anywhere, or compiled for a GPU that is not here.
+
+And which kernels, where a GPU runs several.
+"""
 
 import contextlib
 import contextvars
@@ -15,6 +18,7 @@ class Target(NamedTuple):
 
 _INTERPRET: contextvars.ContextVar[bool] = contextvars.ContextVar("jfla_interpret", default=False)
 _TARGET: contextvars.ContextVar[Target | None] = contextvars.ContextVar("jfla_target", default=None)
+_MMA: contextvars.ContextVar[bool] = contextvars.ContextVar("jfla_mma_kernels", default=False)
 
 
 @contextlib.contextmanager
@@ -86,3 +90,28 @@ def compiling_for(compute_capability: str, num_sms: int = 132) -> Iterator[None]
 def target() -> Target | None:
     """The GPU of `compiling_for`, or None outside of it."""
     return _TARGET.get()
+
+
+@contextlib.contextmanager
+def mma_kernels() -> Iterator[None]:
+    """Inside, implementation="pallas" takes the mma.sync kernels on every GPU that has them, Hopper GPUs too.
+
+    For tests and measurements of those kernels: on a Hopper GPU its own are faster. It holds for what is traced inside.
+
+    >>> import jax, jfla
+    >>> x = jax.ShapeDtypeStruct((1, 64, 2, 128), "bfloat16")
+    >>> beta = jax.ShapeDtypeStruct((1, 64, 2), "float32")
+    >>> with jfla.pallas.compiling_for("9.0"), jfla.pallas.mma_kernels():
+    ...     jfla.explain(jfla.chunk_kda, x, x, x, x, beta, implementation="pallas").detail
+    'mma.sync kernels'
+    """
+    token = _MMA.set(True)
+    try:
+        yield
+    finally:
+        _MMA.reset(token)
+
+
+def mma_kernels_wanted() -> bool:
+    """Whether the call is inside `mma_kernels`."""
+    return _MMA.get()

@@ -8,10 +8,11 @@ import dataclasses
 from typing import NamedTuple
 
 from jfla.packing import num_aligned_chunks
-from jfla.pallas.mgpu.machine import Machine
+from jfla.pallas.machine import Machine
 from jfla.types import Inputs, Op, Options
 
 SUPPORTED_DIMS = (64, 128, 256)
+MAX_DIM: dict[Machine, int] = {"hopper": 256, "ampere": 128}  # of K and of V of a chunked call
 DECODE_TOKENS = 8  # of one call: a CTA keeps all of them in shared memory
 HOPPER_SMS = 132  # of an H100 SXM or H200, where no device says
 # By compute capability, of a CTA's shared memory what its tiles may take: all but 1 KiB.
@@ -20,7 +21,7 @@ SMEM_BYTES = {
     "8.6": 98 * 1024,
     "8.9": 98 * 1024,
     "9.0": 226 * 1024,
-    "10.0": 226 * 1024,
+    "10.0": 162 * 1024,  # of 226: with another pipeline stage the scans of mma.sync spill
 }
 HOPPER_SMEM_BYTES = SMEM_BYTES["9.0"]
 

@@ -1,15 +1,19 @@
-"""The stages of the Hopper kernels one by one, in the layouts of `jfla.stages`: for tests and benchmarks."""
+"""The stages of the kernels one by one, in the layouts of `jfla.stages`: for tests and benchmarks.
+
+A `Schedule` says which machine's kernels; without one they are Hopper's.
+"""
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jfla.gates import l2norm
 from jfla.pallas import chunk
-from jfla.pallas.arrays import kernel_arrays, to_kernel_state
-from jfla.pallas.common.chunk_index import CHANNEL_BLOCK
+from jfla.pallas.arrays import kernel_arrays, leaves_norm, to_kernel_state
 from jfla.pallas.common.scan.spec import ScanConfig
 from jfla.pallas.common.scan.steps import output_scan_kernel
 from jfla.pallas.heuristics import Schedule, dims_of, schedule
+from jfla.pallas.machine import tracing_for
 from jfla.pallas.mgpu.overlap import run
 from jfla.pallas.mgpu.smem import F32
 from jfla.stages import QK, ChunkGrads, IntraChunk, ScanResults
@@ -18,8 +22,10 @@ from jfla.types import Inputs, Options
 
 def intra(inputs: Inputs, options: Options, plan: Schedule | None = None) -> tuple[QK, IntraChunk]:
     """q and k as they meet the state, a_qk and a_inv of every chunk."""
-    x = kernel_arrays(inputs, options)
-    results = run(chunk.intra_kernel(x, inputs, options, _plan(inputs, options, plan)))
+    plan = _plan(inputs, options, plan)
+    with tracing_for(plan.machine):
+        x = kernel_arrays(inputs, options)
+        results = run(chunk.intra_kernel(x, inputs, options, plan))
     return results.qk, results.intra
 
 
@@ -31,9 +37,11 @@ def output_scan(
     plan: Schedule | None = None,
 ) -> tuple[Float[Array, "B T HV V"], Float[Array, "B HV K V"]]:
     """The output and the final state."""
-    x = kernel_arrays(inputs, options)
-    config = ScanConfig(_plan(inputs, options, plan).scan_v_block)
-    scanned = run(output_scan_kernel(qk, pairs, x.v, x.initial, config, final_dtype=F32))
+    plan = _plan(inputs, options, plan)
+    with tracing_for(plan.machine):
+        x = kernel_arrays(inputs, options)
+        config = ScanConfig(plan.scan_v_block, smem_bytes=plan.smem_bytes)
+        scanned = run(output_scan_kernel(qk, pairs, x.v, x.initial, config, final_dtype=F32))
     return scanned.stores[0], scanned.last
 
 
@@ -47,9 +55,10 @@ def backward_scans(
     plan: Schedule | None = None,
 ) -> tuple[ScanResults, Float[Array, "B HV K V"]]:
     """States, their cotangents, v_new and dv; and the cotangent of the initial state, which must be given."""
-    x = kernel_arrays(inputs, options)
     plan = _plan(inputs, options, plan)
-    scans, d_initial = chunk.both_scans(x, plan, qk, pairs, do, to_kernel_state(d_final))
+    with tracing_for(plan.machine):
+        x = kernel_arrays(inputs, options)
+        scans, d_initial = chunk.both_scans(x, plan, qk, pairs, do, to_kernel_state(d_final))
     if d_initial is None:
         raise ValueError("initial_state must be given, got None")
     return scans, d_initial[:, :, 0].mT
@@ -63,19 +72,23 @@ def chunk_grads(
 ) -> ChunkGrads:
     """The gradients of every chunk in float32, for q and k as the caller passed them.
 
-    **Raises:** `ValueError` for K = 256 under qk_norm, where the kernels leave the norm's adjoint to the caller.
+    Where the kernels leave the adjoint of the norm to their caller, it is made here.
     """
-    key_dim = inputs.q.shape[-1]
-    if options.qk_norm and key_dim > CHANNEL_BLOCK:
-        raise ValueError(f"K must be at most {CHANNEL_BLOCK} under qk_norm, got {key_dim}")
-    x = kernel_arrays(inputs, options)
     plan = _plan(inputs, options, plan)
-    without_a = run(chunk.intra_kernel(x, inputs, options, plan, with_a=False))
-    grads = chunk.grads_kernel(x, inputs, options, plan, without_a, scans, out_dtype=F32)
+    with tracing_for(plan.machine):
+        x = kernel_arrays(inputs, options)
+        without_a = run(chunk.intra_kernel(x, inputs, options, plan, with_a=False))
+        grads = chunk.grads_kernel(x, inputs, options, plan, without_a, scans, out_dtype=F32)
+        norm_is_left = leaves_norm(inputs, options)
     heads = inputs.v.shape[2]
+    dq = _over_v_blocks(grads.dq, heads)
+    dk = _over_v_blocks(grads.dk, heads)
+    if norm_is_left:
+        dq = _through_norm(inputs.q, dq)
+        dk = _through_norm(inputs.k, dk)
     return ChunkGrads(
-        dq=_over_v_blocks(grads.dq, heads),
-        dk=_over_v_blocks(grads.dk, heads),
+        dq=dq,
+        dk=dk,
         dg=_to_tokens(grads.dg)[..., None] if options.op.scalar_gate else grads.dg,
         v_new_dot_dv=_to_tokens(grads.v_new_dot_dv),
     )
@@ -83,6 +96,14 @@ def chunk_grads(
 
 def _plan(inputs: Inputs, options: Options, plan: Schedule | None) -> Schedule:
     return schedule(options.op, dims_of(inputs, options)) if plan is None else plan
+
+
+def _through_norm(x: jax.Array, dx: jax.Array) -> jax.Array:
+    """dx [B, T_whole, HV, K] after the norm of x [B, T, H, K] to before it, for every value head."""
+    _, time, heads, _ = x.shape
+    x = jnp.repeat(x.astype(F32), dx.shape[2] // heads, axis=2)
+    x = jnp.pad(x, ((0, 0), (0, dx.shape[1] - time), (0, 0), (0, 0)))
+    return jax.vjp(l2norm, x)[1](dx)[0]
 
 
 def _over_v_blocks(dx: jax.Array, heads: int) -> jax.Array:

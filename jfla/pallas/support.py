@@ -6,18 +6,48 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from jfla.pallas.context import Target, interpreting, target
-from jfla.pallas.heuristics import HOPPER_SMS, SUPPORTED_DIMS
+from jfla.pallas.context import Target, interpreting, mma_kernels_wanted, target
+from jfla.pallas.heuristics import (
+    HOPPER_SMEM_BYTES,
+    HOPPER_SMS,
+    MAX_DIM,
+    SMEM_BYTES,
+    SUPPORTED_DIMS,
+)
+from jfla.pallas.machine import Machine
 from jfla.pallas.padding import kernel_size
 from jfla.types import Form, Inputs, Options
+
+# By compute capability, the machine whose instructions the kernels are made of there.
+MACHINES: dict[str, Machine] = {
+    "8.0": "ampere",
+    "8.6": "ampere",
+    "8.9": "ampere",
+    "9.0": "hopper",
+    "10.0": "ampere",
+}
+KERNELS: dict[Machine, str] = {"hopper": "Hopper kernels", "ampere": "mma.sync kernels"}
+MEASURED = (
+    "9.0",
+)  # compute capabilities of GPUs on which kernels have run; for others they are compiled
 
 
 def unsupported(form: Form, inputs: Inputs, options: Options) -> str | None:
     """None, or why the kernels cannot take this call here."""
     reason = unsupported_call(form, inputs, options)
-    if reason is not None or interpreting():
-        return reason
-    return unsupported_target(target_of(inputs))
+    if reason is None and not interpreting():
+        reason = unsupported_target(target_of(inputs))
+    if reason is None and form == "chunk":
+        reason = _unsupported_size(inputs, machine_of(inputs))
+    return reason
+
+
+def _unsupported_size(inputs: Inputs, machine: Machine) -> str | None:
+    for letter, size in (("K", inputs.q.shape[-1]), ("V", inputs.v.shape[-1])):
+        if size > MAX_DIM[machine]:
+            kernels = KERNELS[machine]
+            return f"{letter} = {size}; the {kernels} take {letter} up to {MAX_DIM[machine]}"
+    return None
 
 
 def unsupported_call(form: Form, inputs: Inputs, options: Options) -> str | None:
@@ -105,15 +135,52 @@ def unsupported_target(device: Target | jax.Device) -> str | None:
     if platform != "gpu":
         return (
             f"the device is a {platform.upper()}; "
-            "the kernels run on GPUs of compute capability 9.0 (Hopper)"
+            f"the kernels run on GPUs of compute capability {_CAPABILITIES}"
         )
-    capability = str(getattr(device, "compute_capability", None))
-    if capability != "9.0":
+    capability = capability_of(device)
+    if capability in MACHINES:
+        return None
+    why = _FAILS.get(capability.partition(".")[0])
+    if why is None:
         return (
             f"the device has compute capability {capability}; "
-            "the kernels are compiled for 9.0 (Hopper)"
+            f"the kernels are compiled for {_CAPABILITIES}"
         )
-    return None
+    return f"the device has compute capability {capability}, {why}"
+
+
+*_others, _last = MACHINES
+_CAPABILITIES = f"{', '.join(_others)} and {_last}"
+# By major compute capability, why there are no kernels for it.
+_FAILS = {
+    "7": "which has no mma.sync of bfloat16 and no cp.async",
+    "12": "for which ptxas does not take the sm_120a code that Mosaic GPU writes",
+}
+
+
+def capability_of(device: Target | jax.Device) -> str:
+    """The compute capability of a GPU."""
+    return str(getattr(device, "compute_capability", None))
+
+
+def machine_of(inputs: Inputs) -> Machine:
+    """The machine whose instructions the kernels of the call are made of; Hopper where no kernels are."""
+    if mma_kernels_wanted():
+        return "ampere"
+    if interpreting():
+        return "hopper"
+    return MACHINES.get(capability_of(target_of(inputs)), "hopper")
+
+
+def smem_bytes(inputs: Inputs) -> int:
+    """What the tiles of a CTA may take on the GPU on which the call runs."""
+    room = SMEM_BYTES.get(capability_of(target_of(inputs)), HOPPER_SMEM_BYTES)
+    return room if machine_of(inputs) == "hopper" else min(room, SMEM_BYTES["8.0"])
+
+
+def is_measured(inputs: Inputs) -> bool:
+    """Whether kernels have run on such a GPU as the call runs on."""
+    return capability_of(target_of(inputs)) in MEASURED
 
 
 def num_sms(inputs: Inputs) -> int:

@@ -111,12 +111,36 @@ def test_the_reason_of_a_call_that_the_kernels_cannot_take(function, call, optio
             jfla.explain(function, *described(function, **call), **options, implementation="pallas")
 
 
-def test_another_gpu_is_no_hopper():
-    with compiling_for("10.0"):
+@pytest.mark.parametrize("function", OPS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("capability", ["8.0", "8.6", "8.9", "10.0"])
+def test_another_gpu_takes_kernels_that_were_not_measured_there(function, capability):
+    with compiling_for(capability):
+        choice = jfla.explain(function, *described(function))
+    assert choice.implementation == "pallas"
+    assert choice.detail.startswith("mma.sync kernels")
+    assert choice.detail.endswith("; compiled, not measured on this GPU")
+
+
+@pytest.mark.parametrize(
+    ("capability", "reason"),
+    [
+        ("7.5", "compute capability 7.5, which has no mma.sync of bfloat16"),
+        ("12.0", "compute capability 12.0, for which ptxas does not take the sm_120a code"),
+        ("9.9", "9.9; the kernels are compiled for 8.0, 8.6, 8.9, 9.0 and 10.0"),
+    ],
+)
+def test_a_gpu_without_kernels(capability, reason):
+    with compiling_for(capability):
         choice = jfla.explain(jfla.chunk_kda, *described(jfla.chunk_kda))
-    assert choice.reasons == {
-        "pallas": "the device has compute capability 10.0; the kernels are compiled for 9.0 (Hopper)"
-    }
+    assert reason in choice.reasons["pallas"]
+
+
+def test_larger_heads_are_for_hopper():
+    with compiling_for("8.0"):
+        chunk = jfla.explain(jfla.chunk_gdn, *described(jfla.chunk_gdn, dim=192))
+        decode = jfla.explain(jfla.recurrent_gdn, *described(jfla.recurrent_gdn, dim=256))
+    assert chunk.reasons == {"pallas": "K = 192; the mma.sync kernels take K up to 128"}
+    assert decode.implementation == "pallas"
 
 
 @pytest.mark.parametrize("bad", ["9", "sm_90", "9.0.0", ""])

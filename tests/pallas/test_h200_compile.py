@@ -1,15 +1,15 @@
 """Every kernel of the table compiled down to machine code for an H200, on a machine without a GPU, and its report."""
 
-import json
 import os
 import pathlib
-import re
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
+from support.compile_report import check_report, facts
+from support.described_calls import describe
 
 import jfla
 from benchmarks.h200 import H200
@@ -25,35 +25,6 @@ def compile_for_h200(function: Callable[..., Any], *arguments: Any) -> None:
     on_h200 = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here)
     with jfla.pallas.compiling_for("9.0"):
         jax.jit(function).trace(*jax.tree.map(on_h200, arguments)).lower().compile()
-
-
-class Described(NamedTuple):
-    """A call's shapes, by argument, and what of it is static."""
-
-    arrays: dict[str, Any]
-    static: dict[str, Any]
-
-
-def describe(
-    op: str, dims: tuple[int, int], raw: bool, batch: int, time: int | None = None
-) -> Described:
-    """`batch` decides whether V is split; with 16 kernels overlap, and GDN's backward goes span by span."""
-    key_dim, value_dim = dims
-    heads = 2
-    time = time or (8192 if batch == 16 else 128)
-    tokens = (batch, time, heads)
-    shape = jax.ShapeDtypeStruct
-    gate_shape = (*tokens, key_dim) if op == "kda" else tokens
-    arrays = {
-        "q": shape((*tokens, key_dim), jnp.bfloat16),
-        "k": shape((*tokens, key_dim), jnp.bfloat16),
-        "v": shape((*tokens, value_dim), jnp.bfloat16),
-        "g": shape(gate_shape, jnp.bfloat16 if raw else jnp.float32),
-        "beta": shape(tokens, jnp.float32),
-    }
-    if raw:
-        arrays["gate"] = jfla.SoftplusGate(shape((heads,), jnp.float32), None)
-    return Described(arrays, {"scale": 0.1, "qk_norm": raw})
 
 
 CONFIGURATIONS = [
@@ -89,45 +60,6 @@ DECODE_CONFIGURATIONS = [
     ("kda", (64, 64), 8, 1, "bfloat16"),
     ("kda", (256, 256), 8, 64, "pool, every state"),
 ]
-
-
-def facts(report: str, counted: dict[str, str]) -> dict[str, dict[str, int]]:
-    """Of every kernel in the compiler's report: registers, spilled bytes, instructions by class; the worst of each."""
-    found: dict[str, dict[str, int]] = {}
-    resources = (
-        r"Function properties for (jfla_\w+?)_mosaic_gpu_kernel\s+"
-        r".*?(\d+) bytes spill stores.*?Used (\d+) registers"
-    )
-    for name, spilled, registers in re.findall(resources, report, re.DOTALL):
-        kernel = found.setdefault(name, {"registers": 0, "spilled bytes": 0})
-        kernel["registers"] = max(kernel["registers"], int(registers))
-        kernel["spilled bytes"] = max(kernel["spilled bytes"], int(spilled))
-    for name in re.findall(
-        r"serialized due to .*? the function '(jfla_\w+?)_mosaic_gpu_kernel'", report
-    ):
-        found[name]["serialized"] = 1
-    for name, code in re.findall(
-        r"\.text\.(jfla_\w+?)_mosaic_gpu_kernel:(.*?)(?=//-----|\Z)", report, re.DOTALL
-    ):
-        for fact, start in counted.items():
-            count = len(re.findall(rf"\s{re.escape(start)}[.\s;]", code))
-            found[name][fact] = max(found[name].get(fact, 0), count)
-    return found
-
-
-def check_report(name: str, now: dict[str, dict[str, int]], counted: dict[str, str]) -> None:
-    """Holds `now` to the report, or writes it there."""
-    stored = json.loads(REPORT.read_text()) if REPORT.exists() else {}
-    if os.environ.get("JFLA_WRITE_REPORT"):
-        REPORT.write_text(json.dumps(dict(sorted((stored | {name: now}).items())), indent=1) + "\n")
-        return
-    assert now.keys() <= stored[name].keys()  # what an earlier test compiled is not reported again
-    for kernel in now:
-        before = stored[name][kernel]
-        for fact in counted:
-            assert now[kernel][fact] >= before[fact] * 0.9, (
-                f"{kernel}: {fact} {before[fact]} -> {now[kernel][fact]}"
-            )
 
 
 def marks(op: str, dims: tuple[int, int]) -> list[pytest.MarkDecorator]:
@@ -175,7 +107,7 @@ def test_kernels_compile_as_written_down(op, dims, raw, batch, capfd, monkeypatc
     assert not [kernel for kernel in now if "serialized" in now[kernel]]
     for kernel, found in now.items():
         assert found["spilled bytes"] <= SPILLED.get((op, dims, kernel), 0), kernel
-    check_report(name, now, COUNTED)
+    check_report(REPORT, name, now, COUNTED)
 
 
 @pytest.mark.aot
@@ -234,7 +166,7 @@ def test_the_decode_kernel_compiles_as_written_down(op, dims, time, batch, how, 
     now = facts("".join(capfd.readouterr()), DECODE_COUNTED)
     assert not [kernel for kernel in now if now[kernel]["spilled bytes"]]
     name = f"{op} K{dims[0]} V{dims[1]}, decode T{time}{', ' * bool(how)}{how}, B{batch}"
-    check_report(name, now, DECODE_COUNTED)
+    check_report(REPORT, name, now, DECODE_COUNTED)
 
 
 @pytest.mark.aot

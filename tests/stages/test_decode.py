@@ -28,7 +28,8 @@ def run(backend, inputs, options):
         return recurrent.run(inputs, options)
     from jfla.pallas.common import decode
 
-    return decode.decode(inputs, options, recurrent.run, decode.DecodePlan(32, interpret=True))
+    plan = decode.DecodePlan(32, interpret=True, machine=backend.machine)
+    return decode.decode(inputs, options, recurrent.run, plan)
 
 
 @pytest.mark.parametrize("every", [False, True], ids=["last state", "every state"])

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import importlib
 from typing import Any
 
@@ -11,6 +12,8 @@ import numpy as np
 import pytest
 
 import jfla
+from jfla.pallas.heuristics import SMEM_BYTES, Schedule, dims_of, schedule
+from jfla.pallas.machine import Machine
 from jfla.stages import DecayedQK, FactoredQK, IntraChunk, ScanResults
 from jfla.types import Inputs, Options
 from support import kernel_cases
@@ -20,17 +23,28 @@ from support.stage_oracle import Tokens, pad_time, to_chunks, to_tokens, tokens
 
 @dataclasses.dataclass(frozen=True)
 class Backend:
-    """A module with the stages, the dtype that it reads q, k, v, matrices and states in, and that of the rest."""
+    """A module with the stages, the dtype that it reads q, k, v, matrices and states in, and that of the rest.
+
+    Kernels are those of a machine, in the shared memory of the smallest of its GPUs.
+    """
 
     module: str
     dtype: str
     scalars: str
+    machine: Machine = "hopper"
 
     def run(self, stage: str, inputs: Inputs, options: Options, *rest: Any) -> Any:
         """A stage of `jfla.stages.Stages`, by name."""
         function = getattr(importlib.import_module(self.module), stage)
+        if self.machine != "hopper":
+            function = functools.partial(function, plan=self.schedule(inputs, options))
         with self.context():
             return jax.jit(function, static_argnums=1)(inputs, options, *rest)
+
+    def schedule(self, inputs: Inputs, options: Options) -> Schedule:
+        """Of the call on a small GPU that its kernels are for."""
+        dims = dims_of(inputs, options)
+        return schedule(options.op, dims, 58, SMEM_BYTES["8.9"], self.machine)
 
     @contextlib.contextmanager
     def context(self) -> Any:
@@ -109,6 +123,7 @@ BACKENDS = {
     "xla": Backend("jfla.xla.stages", "float32", "float32"),
     "xla-float64": Backend("jfla.xla.stages", "float64", "float64"),
     "sm90": Backend("jfla.pallas.stages", "bfloat16", "float32"),
+    "mma": Backend("jfla.pallas.stages", "bfloat16", "float32", "ampere"),
 }
 
 

@@ -23,10 +23,10 @@ from jfla.pallas.common.qk_tiles import K, Q, QkOptions, QkTiles
 from jfla.pallas.common.results import IntraResults
 from jfla.pallas.common.token_decay import pair_decay
 from jfla.pallas.context import interpreting
+from jfla.pallas.machine import on_hopper
 from jfla.pallas.mgpu.copies import Copies, commit_smem, store_tile, wait_for_stores
 from jfla.pallas.mgpu.iota import iota2d, iota_smem, per_column, per_row, write_iota
 from jfla.pallas.mgpu.layouts import COLS, ROWS
-from jfla.pallas.mgpu.machine import on_hopper
 from jfla.pallas.mgpu.mma import dot, zeros
 from jfla.pallas.mgpu.opaque import opaque_zero, pin
 from jfla.pallas.mgpu.overlap import Kernel, PendingResults, ReadyFlags
@@ -256,7 +256,7 @@ def intra_gdn(
         gmem: IntraGdnInputs,
         out_gmem: IntraGdnOutputs,
         smem: SharedStorage,
-        barriers: Barriers,
+        barriers: Barriers | None,
         cta: Index,
         ready_flags: ReadyFlags,
     ) -> None:
@@ -306,7 +306,7 @@ def _intra_spec(
 
 
 def _warpgroup(
-    spec: IntraGdnSpec, smem: SharedStorage, barriers: Barriers, wg: Index, work: WorkTile
+    spec: IntraGdnSpec, smem: SharedStorage, barriers: Barriers | None, wg: Index, work: WorkTile
 ) -> IntraGdnWarpgroup:
     """In the kernel: a warpgroup's view of shared memory and of its chunk."""
     row = wg + work.zero

@@ -7,9 +7,9 @@ from jax.experimental.mosaic import gpu as mosaic
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfla.pallas.context import interpreting
+from jfla.pallas.machine import on_hopper
 from jfla.pallas.mgpu.cp_async import THREADS, cp_async, wait_cp_async
 from jfla.pallas.mgpu.layouts import ROWS, TILE_ROWS, WGMMA
-from jfla.pallas.mgpu.machine import on_hopper
 from jfla.pallas.mgpu.smem import transposed
 from jfla.pallas.mgpu.types import Barrier, Gmem, Layout, Reg, Smem
 

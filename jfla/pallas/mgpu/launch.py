@@ -10,7 +10,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfla.pallas.context import interpreting
+from jfla.pallas.mgpu import target as _target  # noqa: F401  Mosaic asks it for the architecture
 from jfla.pallas.mgpu.types import MemorySpec
+
+_REDUCTION_BYTES = plgpu.CompilerParams().reduction_scratch_bytes
 
 # body(inputs_gmem, outputs_gmem, smem, barriers)
 Body = Callable[[Any, Any, Any, Any], None]
@@ -28,6 +31,7 @@ def launch(
     name: str,
     auto_barriers: bool = True,
     detect_races: bool = True,
+    reduces_across_warps: bool = True,
 ) -> Any:
     """Runs `body` on every point of `grid`, by axis name, and returns arrays in the structure of `outputs`.
 
@@ -38,6 +42,7 @@ def launch(
     An array that occurs twice among the inputs becomes one operand: every TMA descriptor costs compile time.
     Without `auto_barriers` the threads of a warpgroup synchronise only where the kernel says so. `detect_races` is of
     interpret mode, whose detector reports CTAs that synchronise through global memory.
+    A kernel that never `reduces_across_warps`, as over rows of tiles, spares the shared memory for it.
     """
     leaves, structure = jax.tree.flatten(inputs)
     out_leaves, out_structure = jax.tree.flatten(outputs)
@@ -65,7 +70,9 @@ def launch(
         num_threads=num_warpgroups,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(
-            approx_math=True, unsafe_no_auto_barriers=not auto_barriers
+            approx_math=True,
+            unsafe_no_auto_barriers=not auto_barriers,
+            reduction_scratch_bytes=_REDUCTION_BYTES if reduces_across_warps else 0,
         ),
         kernel_name=name,
         **extra,

@@ -12,8 +12,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfla.pallas.context import interpreting
+from jfla.pallas.machine import on_hopper
 from jfla.pallas.mgpu.layouts import WGMMA
-from jfla.pallas.mgpu.machine import on_hopper
 from jfla.pallas.mgpu.mma_sync import mma_sync
 from jfla.pallas.mgpu.opaque import pin
 from jfla.pallas.mgpu.smem import F32

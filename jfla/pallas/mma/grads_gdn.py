@@ -267,7 +267,7 @@ def grads_gdn(
     grid = ChunkGrid(batch, heads, n_chunks)
 
     def body(
-        gmem: GradsGdnInputs, out_gmem: KernelGrads, smem: SharedStorage, barriers: None
+        gmem: GradsGdnInputs, out_gmem: KernelGrads, smem: SharedStorage, barriers: tuple
     ) -> None:
         del barriers
         index = grid(lax.axis_index("cta"))

@@ -25,93 +25,39 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-from jfla.pallas.common.chunk_index import TILE_K, TILE_V, ChunkGrid, ChunkIndex, PartGrid
+from jfla.pallas.common.chunk_index import TILE_K, TILE_V, ChunkGrid, PartGrid
 from jfla.pallas.common.qk_tiles import K, Q, QkgOperands, QkOptions, QkTiles
 from jfla.pallas.common.results import KernelGrads
 from jfla.pallas.mgpu.copies import Copies, commit_smem, load_with_layout, store_from_layout
-from jfla.pallas.mgpu.iota import iota_smem, per_column, per_row, write_iota
+from jfla.pallas.mgpu.iota import per_column, per_row, write_iota
 from jfla.pallas.mgpu.launch import launch
 from jfla.pallas.mgpu.layouts import COLS, ROWS, WGMMA
 from jfla.pallas.mgpu.mma import dot, dots, load, zeros
 from jfla.pallas.mgpu.opaque import opaque_zero
-from jfla.pallas.mgpu.smem import BF16, F16, F32, tile_smem, transposed
-from jfla.pallas.mgpu.types import Gmem, Index, MemorySpec, Reg, Smem
+from jfla.pallas.mgpu.smem import BF16, F32, transposed
+from jfla.pallas.mgpu.types import Gmem, Index, Reg
 from jfla.pallas.mma import kda_blocks
-from jfla.pallas.mma.kda_blocks import BLOCK, NUM_BLOCKS, ChunkDecays
+from jfla.pallas.mma.grads_kda_cta import (
+    DG_CHUNK,
+    DIAGONALS,
+    DO,
+    DSTATE,
+    DV,
+    HIGH,
+    LEAST,
+    LEAST_OF_ALL,
+    LOW,
+    SQUARE_NORMS,
+    STATE,
+    V_NEW,
+    GradsKdaCta,
+    GradsKdaInputs,
+    SharedStorage,
+    shared_storage,
+)
+from jfla.pallas.mma.kda_blocks import BLOCK, NUM_BLOCKS
 from jfla.stages import ScanResults
 from jfla.types import CHUNK
-
-DO, DV, V_NEW = range(3)  # of SharedStorage.values
-STATE, DSTATE = range(2)  # of SharedStorage.states
-
-
-class GradsKdaInputs(NamedTuple):
-    """Global memory that the kernel reads."""
-
-    qkg: QkgOperands
-    scans: ScanResults
-    zero: Gmem  # opaque zero
-
-
-class SharedStorage(NamedTuple):
-    """Shared memory of a CTA: tiles [C, 64] of 16 bits, vectors float32."""
-
-    values: Smem  # [3] tiles: 64 columns of V of do, dv, v_new; then q and k as rows of a pass, and k as its columns
-    states: Smem  # [2] tiles: 64 rows, of V, of S^T and dS^T; then the two parts of a summand of dg
-    q: Smem  # [1] tile
-    k: Smem  # [1] tile
-    weights: Smem  # [2] tiles: W_q and W_k
-    decay: Smem  # [1] float16 tile: log2 decays of the tile of channels, times GATE_SCALE
-    square_norms: Smem  # [2, 1, C]
-    bias: Smem  # [64], where there is a gate
-    resets: Smem  # [C], where sequences are packed
-    diagonals: Smem  # [2, C]: do . v_new and dv . v_new of every token
-    z: Smem  # [C, 64] float32
-    least: Smem  # [C]: of a row the least sum of log2 decays since its block began
-    dg_chunk: Smem  # [64]: what the states give to dg of every token
-    iota: Smem  # [1, C] int32
-
-
-class GradsKdaCta(NamedTuple):
-    """What the warpgroup of a CTA sees of its chunk."""
-
-    qk: QkTiles
-    gmem: GradsKdaInputs
-    smem: SharedStorage
-    zero: Index
-
-    @property
-    def index(self) -> ChunkIndex:
-        return self.qk.index
-
-    @property
-    def decays(self) -> ChunkDecays:
-        return ChunkDecays(self.smem.decay.at[self.zero], self.smem.iota.at[self.zero], self.zero)
-
-    def with_later_zero(self, zero: Index) -> "GradsKdaCta":
-        """The same with addresses in global memory that are computed anew, not kept since the last ones."""
-        index = self.qk.index
-        qk = self.qk._replace(index=index._replace(chunk=index.chunk + zero))
-        return self._replace(qk=qk, zero=zero)
-
-    def add_to_z(self, x: Reg) -> None:
-        """Adds to z in shared memory: registers have no room for it beside dq and dk."""
-        self.smem.z[...] = load(self.smem.z) + x
-
-    @property
-    def rows(self) -> tuple[Smem, Smem]:
-        """q and k with the factors of rows in a pass: the place of do and dv."""
-        return self.smem.values.at[self.zero + DO], self.smem.values.at[self.zero + DV]
-
-    @property
-    def columns(self) -> Index:
-        """Where the CTA's channels lie among all."""
-        return self.qk.columns(0)
-
-    @property
-    def k_columns(self) -> Smem:
-        """k with the factors of columns in a pass: the place of v_new."""
-        return self.smem.values.at[self.zero + V_NEW]
 
 
 class Grads(NamedTuple):
@@ -134,10 +80,10 @@ def load_qk(ctx: GradsKdaCta, copies: Copies) -> None:
     """Starts the copies of q, k and the gate's vectors."""
     qkg = ctx.gmem.qkg
     ctx.qk.prefetch(0, qkg.q, qkg.k, copies)
-    if ctx.smem.bias is not None:
-        copies.start(qkg.bias.at[ctx.index.head, ctx.columns], ctx.smem.bias)
-    if ctx.smem.resets is not None:
-        copies.start(qkg.resets.at[ctx.index.batch, ctx.index.tokens], ctx.smem.resets)
+    if ctx.bias is not None:
+        copies.start(qkg.bias.at[ctx.index.head, ctx.columns], ctx.bias)
+    if ctx.resets is not None:
+        copies.start(qkg.resets.at[ctx.index.batch, ctx.index.tokens], ctx.resets)
 
 
 def write_pair_weights(ctx: GradsKdaCta, num_v_tiles: int) -> None:
@@ -157,9 +103,10 @@ def write_pair_weights(ctx: GradsKdaCta, num_v_tiles: int) -> None:
     for which, weights in ((Q, w_q), (K, -w_k)):
         row, column = ctx.decays.tokens()
         diagonal = jnp.sum(jnp.where(row == column, weights, zero), axis=1)
-        ctx.smem.diagonals.at[which][...] = diagonal
+        ctx.line(DIAGONALS + which)[...] = diagonal
         strictly_lower = jnp.where(column < row, weights, zero)
-        ctx.smem.weights.at[which][...] = strictly_lower.astype(BF16)
+        for part, rounded in zip((HIGH, LOW), two_parts(strictly_lower)):
+            ctx.smem.weights.at[which, part][...] = rounded
     commit_smem()
 
 
@@ -175,100 +122,122 @@ def grads_of_states(ctx: GradsKdaCta, num_v_tiles: int, dg_gmem: Gmem) -> Grads:
         scans = ctx.gmem.scans
         for which, source in ((STATE, scans.states), (DSTATE, scans.dstates)):
             view = ctx.index.tile(source).at[rows, ctx.columns]
-            copies.start(view, ctx.smem.states.at[which])
+            copies.start(view, ctx.states.at[which])
         copies.wait()
-        state = ctx.smem.states.at[STATE]
-        dstate = ctx.smem.states.at[DSTATE]
+        state = ctx.states.at[STATE]
+        dstate = ctx.states.at[DSTATE]
         # With channels as rows, so that no warp needs another.
         product = load(transposed(state)).astype(F32) * load(transposed(dstate)).astype(F32)
+        state_dot_dstate += jnp.sum(product, axis=1)
+        commit_smem()  # keeps the compiler from loading this beside the operands of the matmuls
         dq, dk, dk_end = dots(
             (dq, (ctx.smem.values.at[DO], state)),
             (dk, (ctx.smem.values.at[DV], state)),
             (dk_end, (ctx.smem.values.at[V_NEW], dstate)),
         )
-        return dq, dk, dk_end, state_dot_dstate + jnp.sum(product, axis=1)
+        return dq, dk, dk_end, state_dot_dstate
 
     zero = zeros(CHUNK, TILE_K)
     zero_rows = plgpu.layout_cast(jnp.zeros(TILE_K, F32), ROWS)
-    sums = lax.fori_loop(0, num_v_tiles, add, (zero, zero, zero, zero_rows))
+    # A loop also where there is one tile: beside what follows, its sums would be spilled.
+    sums = lax.fori_loop(0, num_v_tiles + ctx.zero, add, (zero, zero, zero, zero_rows))
     dq, dk, dk_end, state_dot_dstate = sums
     commit_smem()
-    ctx.smem.dg_chunk[...] = state_dot_dstate * jnp.exp2(ctx.decays.whole_chunk())
+    ctx.line(DG_CHUNK)[...] = state_dot_dstate * jnp.exp2(ctx.decays.whole_chunk())
     dk_end = dk_end * jnp.exp2(ctx.decays.to_end())
-    dg = per_column(plgpu.load(ctx.smem.dg_chunk, layout=COLS), CHUNK)
-    after = sum_over_tokens(ctx, ctx.qk.scaled(K, 0) * dk_end, dg, up_to=False)
+    dg = per_column(plgpu.load(ctx.line(DG_CHUNK), layout=COLS), CHUNK)
+    after = sum_over_tokens(ctx, ctx.qk.scaled(K, ctx.zero) * dk_end, dg, up_to=False)
     store_from_layout(dg_gmem, after)
     from_start = jnp.exp2(ctx.decays.from_start())
     dq = dq * from_start
     dk = -dk * from_start
-    ctx.smem.z[...] = ctx.qk.scaled(Q, 0) * dq + ctx.qk.scaled(K, 0) * dk
+    ctx.z[...] = ctx.qk.scaled(Q, ctx.zero) * dq + ctx.qk.scaled(K, ctx.zero) * dk
     return Grads(dq, dk + dk_end)
 
 
 def sum_over_tokens(ctx: GradsKdaCta, x: Reg, acc: Reg, up_to: bool) -> Reg:
     """acc_m + the sum of x_i over i >= m where a decay reaches up to i, else over i < m. x goes as two bf16 tiles."""
-    high = x.astype(BF16)
-    ctx.smem.states.at[0][...] = high
-    ctx.smem.states.at[1][...] = (x - high.astype(F32)).astype(BF16)
+    high_smem, low_smem = ctx.parts
+    commit_smem()  # what lay there has been read
+    high_smem[...], low_smem[...] = two_parts(x)
     commit_smem()
     row, column = ctx.decays.tokens()
     chosen = column >= row if up_to else column < row
     zero = zeros(CHUNK, CHUNK)
     ones = jnp.where(chosen, zero + 1.0, zero).astype(BF16)
-    return dot(acc, (ones, ctx.smem.states.at[0]), (ones, ctx.smem.states.at[1]))
+    return dot(acc, (ones, high_smem), (ones, low_smem))
+
+
+def two_parts(x: Reg) -> tuple[Reg, Reg]:
+    """x as a sum of two bf16 numbers, high and low."""
+    high = x.astype(BF16)
+    return high, (x - high.astype(F32)).astype(BF16)
 
 
 def add_pairs(ctx: GradsKdaCta, grads: Grads) -> tuple[Grads, Index]:
     """What pairs of tokens give, in as many passes as the block that loses most takes; and a later opaque zero."""
-    ctx.smem.least[...] = jnp.min(ctx.decays.rows_in_block(), axis=1)
+    ctx.line(LEAST)[...] = jnp.min(ctx.decays.rows_in_block(), axis=1)
     commit_smem()
-    least = jnp.min(plgpu.load(ctx.smem.least, layout=COLS))
+    # Every row finds the least of all: a reduction to a scalar would need shared memory of its own.
+    all_rows = per_column(plgpu.load(ctx.line(LEAST), layout=COLS), CHUNK)
+    ctx.line(LEAST_OF_ALL)[...] = jnp.min(all_rows, axis=1)
+    commit_smem()
+    least = ctx.smem.lines[LEAST_OF_ALL, 0, 0]
+    num_steps = kda_blocks.passes_of(least) * NUM_BLOCKS
 
-    def one_pass(which_pass: Index, carry: tuple[Grads, Index]) -> tuple[Grads, Index]:
-        bits = which_pass.astype(F32)
-        grads, zero = carry
-        of_pass = ctx._replace(zero=zero)
-        factor = kda_blocks.row_factor(of_pass.decays.rows_in_block(), bits)
-        commit_smem()  # the pass before has read its rows
-        for which, target in zip((Q, K), of_pass.rows):
-            target[...] = (ctx.qk.scaled(which, zero) * factor).astype(BF16)
+    def one_step(step: Index, grads: Grads) -> Grads:
+        # One loop over passes and blocks: the counters of two would be spilled.
+        of_step = ctx._replace(zero=ctx.zero & step)
+        block = step & (NUM_BLOCKS - 1)
+        bits = lax.div(step, jnp.int32(NUM_BLOCKS)).astype(F32)
 
-        def one_block(block: Index, carry: tuple[Grads, Index]) -> tuple[Grads, Index]:
-            grads, zero = carry
-            return add_block(ctx._replace(zero=zero), block, bits, grads), zero & block
+        @pl.when(block == 0)
+        def _():
+            write_rows(of_step, bits)
 
-        return lax.fori_loop(0, NUM_BLOCKS, one_block, (grads, zero))
+        return add_block(of_step, block, bits, grads)
 
-    return lax.fori_loop(0, kda_blocks.passes_of(least), one_pass, (grads, ctx.zero))
+    return lax.fori_loop(0, num_steps, one_step, grads), ctx.zero & num_steps
+
+
+def write_rows(ctx: GradsKdaCta, bits: Index) -> None:
+    """q and k with the factors of rows in a pass of their blocks."""
+    factor = kda_blocks.row_factor(ctx.decays.rows_in_block(), bits)
+    commit_smem()  # the pass before has read its rows
+    for which, target in zip((Q, K), ctx.rows):
+        target[...] = (ctx.qk.scaled(which, ctx.zero) * factor).astype(BF16)
 
 
 def add_block(ctx: GradsKdaCta, block: Index, bits: Index, grads: Grads) -> Grads:
     """What the rows of a block give to dq, dk and z in a pass, and what they give to its columns."""
     dq, dk = grads
     q_rows, k_rows = ctx.rows
-    w_q = ctx.smem.weights.at[ctx.zero + Q]
-    w_k = ctx.smem.weights.at[ctx.zero + K]
+    w_q, w_k = (ctx.weights(which) for which in (Q, K))
     zero = zeros(CHUNK, TILE_K)
     factor = kda_blocks.column_factor(ctx.decays.columns_to_block(block), bits)
     commit_smem()  # the block before has read its columns
     ctx.k_columns[...] = (ctx.qk.scaled(K, ctx.zero) * factor).astype(BF16)
     products = [
         (transposed(kda_blocks.block_rows(w, block)), kda_blocks.block_rows(rows, block))
-        for w, rows in ((w_q, q_rows), (w_k, k_rows))
+        for parts, rows in ((w_q, q_rows), (w_k, k_rows))
+        for w in parts
     ]
     from_rows = dot(zero, *products)
     dk = dk + factor * from_rows
     ctx.add_to_z(-load(ctx.k_columns).astype(F32) * from_rows)
-    factor = kda_blocks.row_factor(ctx.decays.rows_in_block(), bits)
     row, _ = ctx.decays.tokens()
     in_block = (row & ~(BLOCK - 1)) == block * BLOCK
-    from_columns = jnp.where(in_block, dot(zero, (w_q, ctx.k_columns)), zero)
-    dq = dq + factor * from_columns
-    ctx.add_to_z(load(q_rows).astype(F32) * from_columns)
-    from_columns = jnp.where(in_block, dot(zero, (w_k, ctx.k_columns)), zero)
-    dk = dk + factor * from_columns
-    ctx.add_to_z(load(k_rows).astype(F32) * from_columns)
-    return Grads(dq, dk)
+    factor = kda_blocks.row_factor(ctx.decays.rows_in_block(), bits)
+
+    def add_columns(which: Index, grads: tuple[Reg, Reg]) -> tuple[Reg, Reg]:
+        # The other of dq and dk comes first in the next turn: side by side the two would be spilled.
+        dx, other = grads
+        products = [(w, ctx.k_columns) for w in ctx.weights(which)]
+        from_columns = jnp.where(in_block, dot(zeros(CHUNK, TILE_K), *products), 0.0 * dx)
+        ctx.add_to_z(load(ctx.rows_of(which)).astype(F32) * from_columns)
+        return other, dx + factor * from_columns
+
+    return Grads(*lax.fori_loop(0, 2 + ctx.zero, add_columns, (dq, dk)))
 
 
 def store_grads(ctx: GradsKdaCta, grads: Grads, out_gmem: KernelGrads) -> None:
@@ -277,17 +246,17 @@ def store_grads(ctx: GradsKdaCta, grads: Grads, out_gmem: KernelGrads) -> None:
     columns = ctx.columns
     dg_gmem = ctx.index.rows(out_gmem.dg, heads, columns)
     commit_smem()
-    dg = sum_over_tokens(ctx, load(ctx.smem.z), load_with_layout(dg_gmem, WGMMA), up_to=True)
+    dg = sum_over_tokens(ctx, load(ctx.z), load_with_layout(dg_gmem, WGMMA), up_to=True)
     store_from_layout(dg_gmem, dg)
-    diagonal = per_row(plgpu.load(ctx.smem.diagonals.at[Q], layout=ROWS), TILE_K)
-    dq = (grads.dq + diagonal * ctx.qk.scaled(K, 0)) * ctx.qk.scale(Q)
-    dk = grads.dk + diagonal * ctx.qk.scaled(Q, 0)
+    diagonal = per_row(plgpu.load(ctx.line(DIAGONALS + Q), layout=ROWS), TILE_K)
+    dq = (grads.dq + diagonal * ctx.qk.scaled(K, ctx.zero)) * ctx.qk.scale(Q)
+    dk = grads.dk + diagonal * ctx.qk.scaled(Q, ctx.zero)
     for dx, target in ((dq, out_gmem.dq), (dk, out_gmem.dk)):
         store_from_layout(ctx.index.rows(target, heads, columns), dx.astype(target.dtype))
 
     @pl.when(ctx.qk.first == 0)
     def _():
-        v_new_dot_dv = -plgpu.load(ctx.smem.diagonals.at[K], layout=ROWS)
+        v_new_dot_dv = -plgpu.load(ctx.line(DIAGONALS + K), layout=ROWS)
         store_from_layout(ctx.index.tile(out_gmem.v_new_dot_dv), v_new_dot_dv)
 
 
@@ -300,7 +269,7 @@ def run_chunk(ctx: GradsKdaCta, out_gmem: KernelGrads) -> None:
     if ctx.qk.options.qk_norm:
         ctx.qk.write_square_norms(0, ctx.gmem.qkg)
         commit_smem()
-    ctx.qk.write_decays(0, ctx.gmem.qkg, ctx.smem.bias, ctx.smem.resets, ctx.smem.decay.at[0])
+    ctx.qk.write_decays(0, ctx.gmem.qkg, ctx.bias, ctx.resets, ctx.smem.decay.at[0])
     dg_gmem = ctx.index.rows(out_gmem.dg, ctx.qk.value_heads, ctx.columns)
     grads = grads_of_states(ctx, num_v_tiles, dg_gmem)
     grads, zero = add_pairs(ctx, grads)
@@ -320,7 +289,7 @@ def grads_kda(
     parts = PartGrid(grid, num_blocks=key_dim // TILE_K, tiles_per_block=1)
 
     def body(
-        gmem: GradsKdaInputs, out_gmem: KernelGrads, smem: SharedStorage, barriers: None
+        gmem: GradsKdaInputs, out_gmem: KernelGrads, smem: SharedStorage, barriers: tuple
     ) -> None:
         del barriers
         part = parts(lax.axis_index("cta"))
@@ -331,7 +300,7 @@ def grads_kda(
             num_tiles=1,
             q=smem.q,
             k=smem.k,
-            square_norms=smem.square_norms,
+            square_norms=smem.lines.at[pl.ds(SQUARE_NORMS, 2)],
             first=part.first_tile,
         )
         run_chunk(GradsKdaCta(qk, gmem, smem, gmem.zero[0]), out_gmem)
@@ -345,31 +314,7 @@ def grads_kda(
         KernelGrads(dx, dx, shape(per_channel, F32), shape((*grid, CHUNK), F32)),
         grid={"cta": parts.num_parts},
         num_warpgroups=1,
-        smem=_shared_storage(operands, options),
+        smem=shared_storage(),
         name="jfla_grads_kda_mma",
-    )
-
-
-def _shared_storage(operands: QkgOperands, options: QkOptions) -> SharedStorage:
-    def tiles(*lead: int, dtype: DTypeLike = BF16) -> MemorySpec:
-        return tile_smem(*lead, CHUNK, TILE_K, dtype=dtype)
-
-    def vectors(*shape: int) -> MemorySpec:
-        return plgpu.SMEM(shape, F32)
-
-    return SharedStorage(
-        values=tiles(3),
-        states=tiles(2),
-        q=tiles(1),
-        k=tiles(1),
-        weights=tiles(2),
-        decay=tiles(1, dtype=F16),
-        square_norms=vectors(2, 1, CHUNK) if options.qk_norm else None,
-        bias=None if options.no_gate else vectors(TILE_K),
-        resets=None if operands.resets is None else vectors(CHUNK),
-        diagonals=vectors(2, CHUNK),
-        z=vectors(CHUNK, TILE_K),
-        least=vectors(CHUNK),
-        dg_chunk=vectors(TILE_K),
-        iota=iota_smem(1, CHUNK),
+        reduces_across_warps=False,
     )

@@ -19,7 +19,7 @@ from jfla._inputs.pooled import on_pool
 from jfla.pallas.common.decode.kernel import launch_decode
 from jfla.pallas.context import interpreted
 from jfla.pallas.heuristics import DECODE_TOKENS, HOPPER_SMS, decode_v_block, dims_of
-from jfla.pallas.mgpu.machine import Machine, tracing_for
+from jfla.pallas.machine import Machine, tracing_for
 from jfla.pallas.mgpu.smem import F32
 from jfla.pallas.mgpu.types import Gmem
 from jfla.parallel import dims

@@ -21,6 +21,7 @@ from jfla.pallas.common.scan.spec import (
     is_state,
 )
 from jfla.pallas.common.token_decay import TokenDecay
+from jfla.pallas.machine import on_hopper
 from jfla.pallas.mgpu.copies import (
     Copies,
     commit_smem,
@@ -32,7 +33,6 @@ from jfla.pallas.mgpu.copies import (
     wait_for_stores,
 )
 from jfla.pallas.mgpu.layouts import WGMMA
-from jfla.pallas.mgpu.machine import on_hopper
 from jfla.pallas.mgpu.mma import zeros
 from jfla.pallas.mgpu.overlap import ReadyFlags
 from jfla.pallas.mgpu.smem import transposed

@@ -16,7 +16,7 @@ from jaxtyping import Array, Int
 from jfla.pallas.common.chunk_index import TILE_V, TimeSpan
 from jfla.pallas.common.token_decay import TokenDecay, decay_smem
 from jfla.pallas.heuristics import HOPPER_SMEM_BYTES
-from jfla.pallas.mgpu.machine import on_hopper
+from jfla.pallas.machine import on_hopper
 from jfla.pallas.mgpu.opaque import opaque_zero
 from jfla.pallas.mgpu.smem import F32, num_bytes, tile_smem
 from jfla.pallas.mgpu.types import Barrier, Gmem, MemorySpec, Reg, Smem
