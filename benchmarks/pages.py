@@ -9,7 +9,9 @@ import pathlib
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from benchmarks import overview
+import numpy as np
+
+from benchmarks import model_pages, overview
 from benchmarks.markdown import sections, table
 from benchmarks.overview import Time
 from benchmarks.results import FOLDER, Results, Row, newest, read
@@ -20,6 +22,7 @@ NOTHING = "There are no results of a GPU in this repository yet."
 BLOB = "https://github.com/jfla-org/jfla/blob/main"  # the site is built without this folder
 
 Draw = Callable[[list[Time], str, pathlib.Path, str], None]
+DrawCurves = Callable[[dict[str, dict[str, np.ndarray]], int, pathlib.Path, str], None]
 
 
 class Pages(NamedTuple):
@@ -39,6 +42,10 @@ class Pages(NamedTuple):
     def picture(self) -> pathlib.Path:
         return self.root / "docs" / "times.svg"
 
+    @property
+    def curves(self) -> pathlib.Path:
+        return self.root / "docs" / "training.svg"
+
 
 REPOSITORY = Pages(FOLDER.parents[1])
 
@@ -48,14 +55,16 @@ def current() -> pathlib.Path | None:
     return newest()
 
 
-def write(pages: Pages, results: pathlib.Path | None, draw: Draw) -> None:
-    """Writes the README's block, the page of tables and the picture, the last by `draw`."""
+def write(pages: Pages, results: pathlib.Path | None, draw: Draw, draw_curves: DrawCurves) -> None:
+    """Writes the README's block, the page of tables and the pictures."""
     records = _records(results)
     pages.readme.write_text(_replaced(pages.readme.read_text(), block(pages, results)))
     if results is not None:
         pages.tables.write_text(page(results))
         times = overview.chosen(records)
         draw(times, records[0].device, pages.picture, digest(times))
+        if trained := model_pages.all_curves(results.parent):
+            draw_curves(*trained, pages.curves, curves_digest(trained[0]))
 
 
 def disagreement(pages: Pages, results: pathlib.Path | None) -> str | None:
@@ -71,6 +80,10 @@ def disagreement(pages: Pages, results: pathlib.Path | None) -> str | None:
     found = pages.picture.read_text() if pages.picture.exists() else ""
     if digest(overview.chosen(_records(results))) not in found:
         return f"{pages.picture.name} is not the picture of {source}"
+    if trained := model_pages.all_curves(results.parent):
+        found = pages.curves.read_text() if pages.curves.exists() else ""
+        if curves_digest(trained[0]) not in found:
+            return f"{pages.curves.name} is not the picture of the newest training"
     return None
 
 
@@ -85,6 +98,12 @@ def block(pages: Pages, results: pathlib.Path | None) -> str:
 def digest(times: list[Time]) -> str:
     """Names the times of a picture, which carries it."""
     return f"sha256:{hashlib.sha256(json.dumps(times).encode()).hexdigest()}"
+
+
+def curves_digest(curves: dict[str, dict[str, np.ndarray]]) -> str:
+    """The same of the curves of a training."""
+    points = {op: {name: x.tolist() for name, x in runs.items()} for op, runs in curves.items()}
+    return f"sha256:{hashlib.sha256(json.dumps(points).encode()).hexdigest()}"
 
 
 def page(results: pathlib.Path) -> str:
@@ -108,6 +127,7 @@ def page(results: pathlib.Path) -> str:
             parts.append(f"## Measured on {earlier.date}, and not again")
             parts.append(f"Commit {earlier.commit}: {_link(f'benchmarks/results/{path.name}')}.")
             parts += tables
+    parts += model_pages.sections(results.parent)
     return "\n\n".join([*parts, *_xla_vs_scan()]) + "\n"
 
 

@@ -164,7 +164,7 @@ def test_pages_that_were_written_agree_until_something_changes(
     site.tables.parent.mkdir()
     site.readme.write_text(f"before\n{pages.BEGIN}\nold\n{pages.END}\nafter\n")
     assert "the block of README.md" in str(pages.disagreement(site, path))
-    pages.write(site, path, plot.draw_overview)
+    pages.write(site, path, plot.draw_overview, plot.draw_curves)
     assert pages.disagreement(site, path) is None
     assert site.readme.read_text().startswith("before\n")
     assert site.readme.read_text().endswith("\nafter\n")
