@@ -305,6 +305,7 @@ def train(
     trainer = Trainer(path, record, model, text, say)
     *quick, slow = variants()
     order = itertools.product((*quick, slow), ops)
+    todo: list[tuple[Op, Variant]]
     todo = [(op, variant) for variant, op in order if not trainer.has(op, variant)]
     left = sum(variant == slow for _, variant in todo)
     for op, variant in todo:
