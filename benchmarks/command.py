@@ -57,5 +57,6 @@ def readme(what: str, console: Console) -> None:
     from benchmarks.plot import draw_curves, draw_overview
 
     pages.write(pages.REPOSITORY, results, draw_overview, draw_curves)
-    for path in (pages.REPOSITORY.readme, pages.REPOSITORY.tables, pages.REPOSITORY.picture):
+    site = pages.REPOSITORY
+    for path in (site.readme, site.tables, site.earlier, site.picture):
         console.print(f"Wrote {path}", highlight=False)

@@ -92,11 +92,10 @@ def draw_overview(times: list[Time], device: str, path: pathlib.Path, digest: st
     """Draws the times of the README; `digest` goes into the metadata."""
     bars = []
     for time in times:
-        if time.implementation != "jla":
-            key = (time.shape.removesuffix(" H32 D128"), time.implementation)
-            for timed, ms in zip(PASSES, (time.forward, time.backward)):
-                mark = " †" if time.drops(timed) else ""
-                bars.append(Bar(time.op.upper(), timed, *key, ms, mark))
+        key = (time.shape.removesuffix(" H32 D128"), time.implementation)
+        for timed, ms in zip(PASSES, (time.forward, time.backward)):
+            mark = " †" if time.drops(timed) else ""
+            bars.append(Bar(time.op.upper(), timed, *key, ms, mark))
     title = f"{device}, milliseconds (shorter is better); 32 heads, K = V = 128, bfloat16"
     draw(bars, title, path, NAMES, digest)
 
