@@ -111,7 +111,7 @@ def _drawn(config: nn.DeltaLMConfig, optimizer: optax.GradientTransformation) ->
 
 
 def _kept_bytes(config: nn.DeltaLMConfig, length: int) -> int:
-    """What the first block leaves for its backward besides its parameters, its input included."""
+    """What the first block leaves for its backward besides its parameters, its input included, as it is traced."""
     made = nnx.eval_shape(lambda: nn.DeltaLM(config, rngs=nnx.Rngs(0)))
     graph, params = nnx.split(made.blocks[0])
     x = jax.ShapeDtypeStruct((1, length, config.hidden_size), config.dtype)

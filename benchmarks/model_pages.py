@@ -159,7 +159,7 @@ def _memory(record: Record) -> list[str]:
         "One row of T tokens of a vocabulary of 256, bfloat16 with float32 parameters, AdamW; peak as the compiler "
         "allots it: parameters, optimizer, gradients and all between. `remat` as in "
         "[`jfla.nn.remat_policies`](api.md#jfla.nn.remat_policies); kept: what one block leaves for its backward "
-        "besides its parameters.",
+        "besides its parameters, as JAX traces it, of which the compiler makes some again by itself.",
         table(("op", "model", "T", "`remat`", "peak, GiB", "kept a block, MiB", "step, ms"), body),
     ]
 

@@ -113,10 +113,15 @@ def variants() -> list[Variant]:
 
 
 def corpus(limit: int = TEXT_BYTES) -> UInt8[np.ndarray, " n"]:
-    """The standard library's source, then up to `limit` bytes of that of installed packages, by name."""
+    """The standard library's source, then that of installed packages, by name, until they have `limit` bytes."""
     texts = [data.load_corpus().train]
-    with contextlib.suppress(FileNotFoundError):  # hardly anything is installed
-        texts.append(data.load_corpus(pathlib.Path(sysconfig.get_path("purelib"))).train[:limit])
+    wanted = limit
+    for package in sorted(pathlib.Path(sysconfig.get_path("purelib")).glob("*/")):
+        if wanted <= 0:
+            break
+        with contextlib.suppress(FileNotFoundError):  # a small one
+            texts.append(data.load_corpus(package).train)
+            wanted -= len(texts[-1])
     return np.concatenate(texts)
 
 
