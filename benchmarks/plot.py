@@ -30,6 +30,7 @@ COLORS = {
     "cudnn": "#0f766e",
     "flash_qla": "#b45309",
     "tokamax": "#9333ea",
+    "flashinfer": "#4d7c0f",
     "jla": "#0891b2",
     "fla_kernels": "#be185d",
 }

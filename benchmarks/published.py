@@ -15,15 +15,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from flax import nnx
 from rich.console import Console
 
+import jfla
 from benchmarks import records
 from benchmarks.records import Record
 from jfla import nn
-from jfla.cli import info
-from jfla.nn.models.config import GDNSpec
 
 
 def settings(layers: int, hidden: int, vocab_size: int = 248320) -> dict[str, Any]:
@@ -112,12 +112,18 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
     return settings(args.layers, args.hidden, args.vocab)
 
 
+def _choice(settings: dict[str, Any], batch: int, tokens: int) -> jfla.Choice:
+    """Which implementation the linear layers take in prefill."""
+    of_heads = (batch, tokens, settings["linear_num_value_heads"])
+    x = jax.ShapeDtypeStruct((*of_heads, settings["linear_key_head_dim"]), jnp.bfloat16)
+    gate = jax.ShapeDtypeStruct(of_heads, jnp.float32)
+    return jfla.explain(jfla.chunk_gdn, x, x, x, gate, gate, return_final_state=True)
+
+
 def run(args: argparse.Namespace, say: Callable[[str], None]) -> Record:
     """Says every value as it comes, and keeps it."""
     made = _settings(args)
-    heads = made["linear_num_key_heads"]
-    mixer = GDNSpec(num_heads=heads, head_dim=made["linear_key_head_dim"])
-    choice = info.explain("chunk_gdn", args.batch, args.tokens, mixer, jax.numpy.bfloat16)
+    choice = _choice(made, args.batch, args.tokens)
     record = records.head(args.commit) | {
         "settings": made,
         "batch": args.batch,

@@ -51,6 +51,7 @@ def continued(path: pathlib.Path, new: Record) -> Record:
 
 def write(path: pathlib.Path, record: Record) -> None:
     """Writes JSON, whole or not at all: what was there stays until then."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.part")
     temporary.write_text(_lines(record))
     os.replace(temporary, path)

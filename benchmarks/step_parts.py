@@ -11,13 +11,13 @@ from jaxtyping import Array, Int
 
 from benchmarks import measure
 from benchmarks.records import Record
-from jfla.nn import DeltaLM
+from jfla import nn
 
 REPEATS = 5
 
 
 def parts(
-    model: DeltaLM,
+    model: nn.DeltaLM,
     tokens: Int[Array, "B T"],
     optimizer: optax.GradientTransformation,
     opt_state: Any,
@@ -50,7 +50,7 @@ def parts(
     }
 
 
-def op_calls(model: DeltaLM, tokens: Int[Array, "B T"]) -> list[Any]:
+def op_calls(model: nn.DeltaLM, tokens: Int[Array, "B T"]) -> list[Any]:
     """What every layer's op gets: (q, k, v, gate's input, logits of beta), the gate; and a cotangent of its output."""
     graph, state = nnx.split(model)
 
@@ -72,7 +72,7 @@ def op_calls(model: DeltaLM, tokens: Int[Array, "B T"]) -> list[Any]:
     return jax.block_until_ready(made(state))
 
 
-def _forward_and_backward(model: DeltaLM, call: Any) -> Any:
+def _forward_and_backward(model: nn.DeltaLM, call: Any) -> Any:
     """As in a layer: the output is needed by what follows, the cotangents by what came before."""
     arguments, d_output = call
     mixer: Any = model.blocks[0].mixer

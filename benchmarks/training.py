@@ -20,7 +20,7 @@ import pathlib
 import sysconfig
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +39,6 @@ from benchmarks.step_parts import parts
 from jfla import nn
 from jfla.cli import data
 from jfla.cli.train import adamw, metrics
-from jfla.types import Implementation
 
 DATA_SEED = 0
 WRITE_SECONDS = 10.0
@@ -98,13 +97,13 @@ class Variant(NamedTuple):
 
     name: str
     dtype: str
-    implementation: Implementation
+    implementation: Literal["pallas", "xla"]
     seed: int
 
 
 def variants() -> list[Variant]:
     """The kernels twice, in the second place by another seed, then float32. Without a GPU "xla" stands for them."""
-    ours: Implementation = "pallas" if jax.default_backend() == "gpu" else "xla"
+    ours: Literal["pallas", "xla"] = "pallas" if jax.default_backend() == "gpu" else "xla"
     return [
         Variant("kernels", "bfloat16", ours, 0),
         Variant("seed", "bfloat16", ours, 1),

@@ -25,7 +25,6 @@ def small(monkeypatch: pytest.MonkeyPatch):
 
 def test_training_ends_with_a_record_that_the_page_shows(tmp_path: pathlib.Path):
     path = tmp_path / "training" / "x.json"
-    path.parent.mkdir()
     said: list[str] = []
     training.train(path, TINY, ("gdn",), 600.0, "abc", said.append)
     record = json.loads(path.read_text())
@@ -92,7 +91,6 @@ def _trained(path: pathlib.Path) -> None:
         "runs": runs,
         "parts": [part],
     }
-    path.parent.mkdir()
     records.write(path, record)
 
 
@@ -124,7 +122,6 @@ def test_the_curves_are_drawn_once_an_op(tmp_path: pathlib.Path):
 
 def test_memory_falls_with_what_is_kept(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
     path = tmp_path / "memory" / "x.json"
-    path.parent.mkdir()
     remat = {name: memory.REMAT[name] for name in ("False", "save_op")}
     monkeypatch.setattr(memory, "REMAT", remat)
     record = memory.measure(path, "gdn", ["tiny:128"], 600.0, "abc", lambda _: None)
@@ -141,7 +138,6 @@ def test_memory_falls_with_what_is_kept(tmp_path: pathlib.Path, monkeypatch: pyt
 
 def test_a_published_model_is_measured_at_any_size(tmp_path: pathlib.Path):
     path = tmp_path / "published" / "x.json"
-    path.parent.mkdir()
     sizes = ["--layers", "1", "--hidden", "16", "--vocab", "64", "--tokens", "16", "--new", "2"]
     said: list[str] = []
     published.run(published.arguments([*sizes, "--out", str(path), "--commit", "abc"]), said.append)
