@@ -1,6 +1,6 @@
 """Trains KDA and GDN models on text: with the kernels, with another seed, and in float32 by "xla".
 
-    python -m benchmarks.training --out FILE.json [--op kda] [--steps 3000] [--budget-seconds 540]
+    python -m benchmarks.training --out FILE.json [--op kda] [--steps 3000] [--budget-seconds 520]
 
 All runs of an op see the same rows in the same order and begin, but for the other seed, with the same parameters. The
 file is written every few seconds. Runs that it already holds whole are kept, so that several calls can share the work;
@@ -330,7 +330,7 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, default="100m")
     parser.add_argument("--op", choices=OPS, action="append", help="both by default")
     parser.add_argument("--steps", type=int, help="of each run")
-    parser.add_argument("--budget-seconds", type=float, default=540.0)
+    parser.add_argument("--budget-seconds", type=float, default=520.0)
     parser.add_argument("--commit", help="where there is no git to ask")
     given = parser.parse_args()
     model = MODELS[given.model]
