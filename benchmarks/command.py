@@ -54,8 +54,9 @@ def readme(what: str, console: Console) -> None:
             raise ValueError(f"{wrong}; run: jfla bench --readme write")
         console.print("The README and docs/benchmarks.md agree with the newest results.")
         return
-    from benchmarks.plot import draw_overview
+    from benchmarks.plot import draw_curves, draw_overview
 
-    pages.write(pages.REPOSITORY, results, draw_overview)
-    for path in (pages.REPOSITORY.readme, pages.REPOSITORY.tables, pages.REPOSITORY.picture):
+    pages.write(pages.REPOSITORY, results, draw_overview, draw_curves)
+    site = pages.REPOSITORY
+    for path in (site.readme, site.tables, site.earlier, site.picture):
         console.print(f"Wrote {path}", highlight=False)

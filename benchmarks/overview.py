@@ -1,4 +1,4 @@
-"""The few times that the README shows: ours beside the best of others, at gates that models use.
+"""The few times that the README shows: ours beside the best of others, at gates of models, from one file of results.
 
 KDA's times depend on the gate. Those at the gate "production" come first; in their place stand those at "strong".
 """
@@ -6,6 +6,7 @@ KDA's times depend on the gate. Those at the gate "production" come first; in th
 from typing import NamedTuple
 
 from benchmarks.markdown import table
+from benchmarks.report import refusals
 from benchmarks.results import Results, Row
 from benchmarks.shapes import OPS, README
 
@@ -27,7 +28,7 @@ GATES = {
 
 
 class Time(NamedTuple):
-    """Milliseconds of one implementation, and where they come from."""
+    """Milliseconds of one implementation."""
 
     op: str
     shape: str
@@ -36,26 +37,22 @@ class Time(NamedTuple):
     backward: float
     gate: str
     clock: str
-    source: str
 
     def drops(self, timed: str) -> bool:
         """Whether a pass leaves out a part of the recurrence."""
         return self.shape.startswith("B1 ") and timed in CUTS.get(self.implementation, ())
 
 
-def bench_times(records: list[Results]) -> list[Time]:
-    """What `jfla bench` timed, the newest record first."""
+def bench_times(record: Results) -> list[Time]:
+    """What `jfla bench` timed forward and backward."""
     found = []
-    for record in records:
-        rows = {row.key: row for row in record.rows if row.ms is not None}
-        for row in rows.values():
-            backward = rows.get(_key_of_backward(row))
-            if row.timed == "forward" and backward is not None:
-                clock = "Device time by the profiler" if row.method == "device" else "Wall clock"
-                key = (row.op, row.shape, row.implementation)
-                times = (row.ms or 0.0, backward.ms or 0.0, row.gate)
-                source = f"commit {record.commit}, {record.date}"
-                found.append(Time(*key, *times, clock, source))
+    rows = {row.key: row for row in record.rows if row.ms is not None}
+    for row in rows.values():
+        backward = rows.get(_key_of_backward(row))
+        if row.timed == "forward" and backward is not None:
+            clock = "Device time by the profiler" if row.method == "device" else "Wall clock"
+            key = (row.op, row.shape, row.implementation)
+            found.append(Time(*key, row.ms or 0.0, backward.ms or 0.0, row.gate, clock))
     return found
 
 
@@ -63,9 +60,9 @@ def _key_of_backward(row: Row) -> tuple[str, ...]:
     return row.op, "backward", row.shape, row.gate, row.implementation
 
 
-def chosen(records: list[Results]) -> list[Time]:
+def chosen(record: Results) -> list[Time]:
     """One time of every op, shape and implementation: at the first gate of `GATES` that it has one at."""
-    known = bench_times(records)
+    known = bench_times(record)
     found: dict[tuple[str, str, str], Time] = {}
     for gate in GATES:
         for time in known:
@@ -81,9 +78,9 @@ def _place(time: Time) -> tuple[int, ...]:
     return OPS.index(time.op), shapes.index(time.shape), names.index(time.implementation)
 
 
-def overview(records: list[Results]) -> str:
+def overview(record: Results) -> str:
     """The README's table and what has to be known of it."""
-    times = chosen(records)
+    times = chosen(record)
     body = []
     shown = []
     for op in OPS:
@@ -93,7 +90,7 @@ def overview(records: list[Results]) -> str:
                 body.append((f"{op.upper()} {shape.batch} x {shape.time}", *_cells(row)))
                 shown += [time for time in row if time is not None]
     header = ("batch x tokens", "jfla", NAMES[EXACT_PEER], "fastest other")
-    return "\n\n".join([table(header, body), _caption(shown, records[0])]) if body else ""
+    return "\n\n".join([table(header, body), _caption(shown, record)]) if body else ""
 
 
 def _row(times: list[Time]) -> list[Time | None] | None:
@@ -132,7 +129,8 @@ def _caption(shown: list[Time], record: Results) -> str:
     """Which device, gates, clocks and commits."""
     return "\n".join(
         [
-            f"Milliseconds, forward / backward, on one {record.device}; bfloat16, 32 heads,",
+            f"Milliseconds, forward / backward, on one {record.device}, {record.date}, commit "
+            f"{record.commit}; bfloat16, 32 heads,",
             "K = V = 128; the shortest in bold.",
             *_gates(shown),
             "",
@@ -140,9 +138,11 @@ def _caption(shown: list[Time], record: Results) -> str:
             "(cuDNN in its forward, bound 2^-20; FlashQLA where it finds that faster, e^-10).",
             "jfla and FLA drop nothing.",
             "",
-            *_sources(shown),
+            *_clocks(shown),
+            *(f"\n{line}" for line in refusals(_asked_for(record))),
             "",
-            "To measure these again: `jfla bench --set readme --pass forward --pass backward`.",
+            "To measure these again, in under 8 minutes: "
+            "`jfla bench --set readme --pass backward --seconds 420 --json FILE.json`.",
         ]
     )
 
@@ -162,13 +162,16 @@ def _gates(shown: list[Time]) -> list[str]:
     return lines
 
 
-def _sources(shown: list[Time]) -> list[str]:
-    """Clock and commit of the times, a line a clock."""
+def _asked_for(record: Results) -> list[Row]:
+    """The rows of the table's shapes: of those without a time the reader must know why."""
+    shapes = list(map(str, README))
+    return [row for row in record.rows if row.shape in shapes and row.implementation in NAMES]
+
+
+def _clocks(shown: list[Time]) -> list[str]:
+    """Who was timed how, a line a clock."""
     clocks: dict[str, list[str]] = {}
     for time in shown:
         name = NAMES[time.implementation].split()[0]
-        text = f"{time.op.upper()} of {name}"
-        if time.source not in NAMES[time.implementation]:
-            text += f" ({time.source})"
-        clocks.setdefault(time.clock, []).append(text)
+        clocks.setdefault(time.clock, []).append(f"{time.op.upper()} of {name}")
     return [f"{clock}: {', '.join(dict.fromkeys(names))}." for clock, names in clocks.items()]

@@ -1,6 +1,7 @@
-"""The README's block, docs/benchmarks.md and their picture: made of measured results, and checked.
+"""The README's block, docs/benchmarks.md and their picture: made of one file of results, and checked.
 
-Nothing between the README's markers, in the page or in the picture is typed by hand.
+Nothing between the README's markers, in the pages or in the pictures is typed by hand. What other files have of the
+same device, and that one has not, is on a page of its own.
 """
 
 import hashlib
@@ -9,7 +10,9 @@ import pathlib
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from benchmarks import overview
+import numpy as np
+
+from benchmarks import model_pages, overview
 from benchmarks.markdown import sections, table
 from benchmarks.overview import Time
 from benchmarks.results import FOLDER, Results, Row, newest, read
@@ -20,6 +23,7 @@ NOTHING = "There are no results of a GPU in this repository yet."
 BLOB = "https://github.com/jfla-org/jfla/blob/main"  # the site is built without this folder
 
 Draw = Callable[[list[Time], str, pathlib.Path, str], None]
+DrawCurves = Callable[[dict[str, dict[str, np.ndarray]], int, pathlib.Path, str], None]
 
 
 class Pages(NamedTuple):
@@ -36,8 +40,16 @@ class Pages(NamedTuple):
         return self.root / "docs" / "benchmarks.md"
 
     @property
+    def earlier(self) -> pathlib.Path:
+        return self.root / "docs" / "earlier-benchmarks.md"
+
+    @property
     def picture(self) -> pathlib.Path:
         return self.root / "docs" / "times.svg"
+
+    @property
+    def curves(self) -> pathlib.Path:
+        return self.root / "docs" / "training.svg"
 
 
 REPOSITORY = Pages(FOLDER.parents[1])
@@ -48,14 +60,17 @@ def current() -> pathlib.Path | None:
     return newest()
 
 
-def write(pages: Pages, results: pathlib.Path | None, draw: Draw) -> None:
-    """Writes the README's block, the page of tables and the picture, the last by `draw`."""
-    records = _records(results)
+def write(pages: Pages, results: pathlib.Path | None, draw: Draw, draw_curves: DrawCurves) -> None:
+    """Writes the README's block, the page of tables and the pictures."""
     pages.readme.write_text(_replaced(pages.readme.read_text(), block(pages, results)))
     if results is not None:
         pages.tables.write_text(page(results))
-        times = overview.chosen(records)
-        draw(times, records[0].device, pages.picture, digest(times))
+        pages.earlier.write_text(earlier_page(results))
+        record = read(results)
+        times = overview.chosen(record)
+        draw(times, record.device, pages.picture, digest(times))
+        if trained := model_pages.all_curves(results.parent):
+            draw_curves(*trained, pages.curves, curves_digest(trained[0]))
 
 
 def disagreement(pages: Pages, results: pathlib.Path | None) -> str | None:
@@ -66,11 +81,16 @@ def disagreement(pages: Pages, results: pathlib.Path | None) -> str | None:
         return f"the block of {pages.readme.name} is not that of {source}"
     if results is None:
         return None
-    if not pages.tables.exists() or pages.tables.read_text() != page(results):
-        return f"{pages.tables.name} is not that of {source}"
+    for path, text in ((pages.tables, page(results)), (pages.earlier, earlier_page(results))):
+        if not path.exists() or path.read_text() != text:
+            return f"{path.name} is not that of {source}"
     found = pages.picture.read_text() if pages.picture.exists() else ""
-    if digest(overview.chosen(_records(results))) not in found:
+    if digest(overview.chosen(read(results))) not in found:
         return f"{pages.picture.name} is not the picture of {source}"
+    if trained := model_pages.all_curves(results.parent):
+        found = pages.curves.read_text() if pages.curves.exists() else ""
+        if curves_digest(trained[0]) not in found:
+            return f"{pages.curves.name} is not the picture of the newest training"
     return None
 
 
@@ -79,7 +99,7 @@ def block(pages: Pages, results: pathlib.Path | None) -> str:
     if results is None:
         return NOTHING
     picture = pages.picture.relative_to(pages.root).as_posix()
-    return f"![Forward and backward]({picture})\n\n{overview.overview(_records(results))}"
+    return f"![Forward and backward]({picture})\n\n{overview.overview(read(results))}"
 
 
 def digest(times: list[Time]) -> str:
@@ -87,36 +107,48 @@ def digest(times: list[Time]) -> str:
     return f"sha256:{hashlib.sha256(json.dumps(times).encode()).hexdigest()}"
 
 
+def curves_digest(curves: dict[str, dict[str, np.ndarray]]) -> str:
+    """The same of the curves of a training."""
+    points = {op: {name: x.tolist() for name, x in runs.items()} for op, runs in curves.items()}
+    return f"sha256:{hashlib.sha256(json.dumps(points).encode()).hexdigest()}"
+
+
 def page(results: pathlib.Path) -> str:
-    """docs/benchmarks.md: a file of results, then earlier ones of its device for what it lacks."""
+    """docs/benchmarks.md: a file of results, and the records of whole models."""
     record = read(results)
     parts = [
         "# Benchmarks",
         "<!-- Generated by `jfla bench --readme write`. -->",
         "![Forward and backward](times.svg)",
-        overview.overview(_records(results)),
+        overview.overview(record),
         "How to run them: `jfla bench --help`, from a clone. How calls are timed stands in "
         f"{_link('benchmarks/measure.py')}, what counts as bytes and operations in "
         f"{_link('benchmarks/cost.py')}. What was tried, and why times are what they are: "
-        "[Performance](performance.md).",
+        "[Performance](performance.md). What was measured before and not again: "
+        "[Earlier benchmarks](earlier-benchmarks.md).",
         f"## Measured on {record.date}",
         _caption(record, results),
         *sections(record.rows),
+    ]
+    parts += model_pages.sections(results.parent)
+    return "\n\n".join([*parts, *_xla_vs_scan()]) + "\n"
+
+
+def earlier_page(results: pathlib.Path) -> str:
+    """docs/earlier-benchmarks.md: what earlier files of the same device have, and this one has not."""
+    record = read(results)
+    parts = [
+        "# Earlier benchmarks",
+        "<!-- Generated by `jfla bench --readme write`. -->",
+        f"What was measured on the {record.device} at earlier commits and is not among the "
+        "[newest results](benchmarks.md).",
     ]
     for path, earlier, rows in _lacking(results, record):
         if tables := sections(rows):
             parts.append(f"## Measured on {earlier.date}, and not again")
             parts.append(f"Commit {earlier.commit}: {_link(f'benchmarks/results/{path.name}')}.")
             parts += tables
-    return "\n\n".join([*parts, *_xla_vs_scan()]) + "\n"
-
-
-def _records(results: pathlib.Path | None) -> list[Results]:
-    """A file of results and the earlier ones of its device, the newest first."""
-    if results is None:
-        return []
-    record = read(results)
-    return [record, *(earlier for _, earlier in _earlier(results, record))]
+    return "\n\n".join(parts) + "\n"
 
 
 def _earlier(results: pathlib.Path, record: Results) -> list[tuple[pathlib.Path, Results]]:

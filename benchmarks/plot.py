@@ -1,9 +1,10 @@
-"""Draws times as grouped bars: forward beside backward, a group a shape, a bar a library."""
+"""Draws times as grouped bars, forward beside backward, a group a shape, a bar a library; and losses of training."""
 
 import pathlib
 from typing import Any, NamedTuple
 
 import matplotlib
+import numpy as np
 
 from benchmarks.overview import NAMES, Time
 from benchmarks.report import number, ordered
@@ -30,6 +31,7 @@ COLORS = {
     "cudnn": "#0f766e",
     "flash_qla": "#b45309",
     "tokamax": "#9333ea",
+    "flashinfer": "#4d7c0f",
     "jla": "#0891b2",
     "fla_kernels": "#be185d",
 }
@@ -52,6 +54,16 @@ STYLE: Any = {
 }
 BAR_INCHES = 0.21
 ROOM_FOR_VALUE = 2.6  # how far the axis goes on behind the longest bar, as a factor
+
+
+# Of the runs of `benchmarks.training`, widest first: color, width, label.
+LINES = {
+    "float32": ("#94a3b8", 3.5, '"xla" in float32'),
+    "seed": ("#f59e0b", 1.0, "kernels, another seed"),
+    "kernels": ("#2563eb", 1.2, "kernels, the seed of float32"),
+}
+
+Curves = dict[str, np.ndarray]  # bits per byte of each run
 
 
 class Bar(NamedTuple):
@@ -82,13 +94,47 @@ def draw_overview(times: list[Time], device: str, path: pathlib.Path, digest: st
     """Draws the times of the README; `digest` goes into the metadata."""
     bars = []
     for time in times:
-        if time.implementation != "jla":
-            key = (time.shape.removesuffix(" H32 D128"), time.implementation)
-            for timed, ms in zip(PASSES, (time.forward, time.backward)):
-                mark = " †" if time.drops(timed) else ""
-                bars.append(Bar(time.op.upper(), timed, *key, ms, mark))
+        key = (time.shape.removesuffix(" H32 D128"), time.implementation)
+        for timed, ms in zip(PASSES, (time.forward, time.backward)):
+            mark = " †" if time.drops(timed) else ""
+            bars.append(Bar(time.op.upper(), timed, *key, ms, mark))
     title = f"{device}, milliseconds (shorter is better); 32 heads, K = V = 128, bfloat16"
     draw(bars, title, path, NAMES, digest)
+
+
+def draw_curves(curves: dict[str, Curves], every: int, path: pathlib.Path, digest: str) -> None:
+    """Draws losses, an axis an op, a curve a run, a point the mean of `every` steps."""
+    with plt.rc_context(STYLE):
+        figure, axes = plt.subplots(
+            1, len(curves), figsize=(11, 4.2), squeeze=False, layout="constrained"
+        )
+        for panel, (op, runs) in zip(axes[0], curves.items()):
+            for name, (color, width, _) in LINES.items():
+                if name in runs:
+                    steps = every * (np.arange(len(runs[name])) + 1)
+                    panel.plot(
+                        steps, runs[name], color=color, linewidth=width, solid_capstyle="round"
+                    )
+            last = min(bits[-1] for bits in runs.values())
+            first = max(float(np.quantile(bits, 0.97)) for bits in runs.values())
+            panel.set_ylim(0.95 * last, first)
+            panel.set_title(f"{op.upper()}: bits per byte", loc="left", color=MUTED, fontsize=10)
+            panel.set_xlabel("step", color=MUTED)
+            panel.grid(color=GRID, linewidth=0.8)
+        shown = {name for runs in curves.values() for name in runs}
+        handles = [
+            Patch(color=color, label=label)
+            for name, (color, _, label) in LINES.items()
+            if name in shown
+        ]
+        figure.legend(handles=handles, loc="outside lower left", ncols=len(handles), frameon=False)
+        figure.savefig(path, metadata=_metadata(path, digest), dpi=100, facecolor="white")
+        plt.close(figure)
+
+
+def _metadata(path: pathlib.Path, digest: str) -> dict[str, str | None]:
+    """Without the date, which would change the file at every drawing."""
+    return {"Description": digest} | ({"Date": None} if path.suffix == ".svg" else {})
 
 
 def draw(
@@ -129,10 +175,7 @@ def draw(
         if any(bar.mark for bar in bars):
             handles.append(Patch(color="none", label="† drops small decays"))
         figure.legend(handles=handles, loc="outside lower left", ncols=len(handles), frameon=False)
-        metadata: dict[str, str | None] = {"Description": digest}
-        if path.suffix == ".svg":
-            metadata["Date"] = None
-        figure.savefig(path, metadata=metadata, dpi=100, facecolor="white")
+        figure.savefig(path, metadata=_metadata(path, digest), dpi=100, facecolor="white")
         plt.close(figure)
 
 

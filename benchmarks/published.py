@@ -1,9 +1,10 @@
 """A random checkpoint of the size of Qwen3.5-0.8B: made, loaded, generated from, trained a step, and timed.
 
-    python -m benchmarks.published [--folder FOLDER] [--layers 24] [--hidden 1024]
+    python -m benchmarks.published [--out FILE.json] [--folder FOLDER] [--layers 24] [--hidden 1024]
 
 Prints seconds of loading, tokens per second of prefill and of decoding, seconds of a training step,
-and the device memory at its highest. The folder, made if it is empty, is a temporary one by default.
+and the device memory at its highest; `--out` gets the same as JSON, each value as soon as it is
+there. The folder, made if it is empty, is a temporary one by default.
 """
 
 import argparse
@@ -14,19 +15,23 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from flax import nnx
 from rich.console import Console
 
+import jfla
+from benchmarks import records
+from benchmarks.records import Record
 from jfla import nn
 
 
-def settings(layers: int, hidden: int) -> dict[str, Any]:
-    """The published settings of Qwen3.5-0.8B, with other numbers of layers and channels."""
+def settings(layers: int, hidden: int, vocab_size: int = 248320) -> dict[str, Any]:
+    """The published settings of Qwen3.5-0.8B, with other numbers of layers, channels and tokens."""
     return {
         "model_type": "qwen3_5_text",
         "dtype": "bfloat16",
-        "vocab_size": 248320,
+        "vocab_size": vocab_size,
         "hidden_size": hidden,
         "intermediate_size": hidden * 7 // 2,
         "num_hidden_layers": layers,
@@ -67,48 +72,96 @@ def _training_step(model: nn.DeltaLM, tokens: jax.Array) -> Callable[[], jax.Arr
     return lambda: step(model, optimizer, tokens)
 
 
-def measure(folder: pathlib.Path, args: argparse.Namespace) -> Iterator[tuple[str, str]]:
-    """Names and values as text, each as soon as it is measured."""
+def measure(folder: pathlib.Path, args: argparse.Namespace) -> Iterator[tuple[str, float]]:
+    """Names and values, each as soon as it is measured."""
     if not (folder / "config.json").exists():
-        made = nn.from_config(settings(args.layers, args.hidden), rngs=nnx.Rngs(0))
+        made = nn.from_config(_settings(args), rngs=nnx.Rngs(0))
         nn.save_hf(made, folder)
         del made
     start = time.perf_counter()
     model = nn.load_hf(folder)
     jax.block_until_ready(nnx.state(model))
-    yield "load, s", f"{time.perf_counter() - start:.2f}"
+    yield "load, s", time.perf_counter() - start
     sizes = [x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param))]
-    yield "parameters", f"{sum(sizes) / 1e9:.3f} B"
+    yield "parameters, M", sum(sizes) / 1e6
+    yield from _peak("peak memory, loaded, GB")
     key = jax.random.key(0)
     vocab_size = model.config.vocab_size
     prompt = jax.random.randint(key, (args.batch, args.tokens), 0, vocab_size)
     one = _seconds(lambda: model.generate(prompt, 1, key=key, temperature=0.0))
+    yield "prefill, tokens/s", prompt.size / one
     many = _seconds(lambda: model.generate(prompt, args.new + 1, key=key, temperature=0.0))
-    yield "prefill, tokens/s", f"{prompt.size / one:.0f}"
-    yield "decode, tokens/s", f"{args.batch * args.new / (many - one):.1f}"
+    yield "decode, tokens/s", args.batch * args.new / max(many - one, 1e-9)
+    yield from _peak("peak memory, generated, GB")
     step = _training_step(model, prompt)
-    yield "training step, s", f"{_seconds(step):.3f}"
-    yield "loss", f"{float(step()):.4f}"
-    memory = jax.devices()[0].memory_stats() or {}
-    if "peak_bytes_in_use" in memory:
-        yield "peak memory, GB", f"{memory['peak_bytes_in_use'] / 1e9:.2f}"
+    seconds = _seconds(step)
+    yield "training step, s", seconds
+    yield "training, tokens/s", prompt.size / seconds
+    yield "loss, nats", float(step())
+    yield from _peak("peak memory, trained, GB")
 
 
-def main() -> None:
-    """Prints every value as it comes."""
+def _peak(name: str) -> Iterator[tuple[str, float]]:
+    """The device's memory at its highest so far, where it is counted."""
+    peak = records.peak_bytes()
+    if peak is not None:
+        yield name, peak / 1e9
+
+
+def _settings(args: argparse.Namespace) -> dict[str, Any]:
+    return settings(args.layers, args.hidden, args.vocab)
+
+
+def _choice(settings: dict[str, Any], batch: int, tokens: int) -> jfla.Choice:
+    """Which implementation the linear layers take in prefill."""
+    of_heads = (batch, tokens, settings["linear_num_value_heads"])
+    x = jax.ShapeDtypeStruct((*of_heads, settings["linear_key_head_dim"]), jnp.bfloat16)
+    gate = jax.ShapeDtypeStruct(of_heads, jnp.float32)
+    return jfla.explain(jfla.chunk_gdn, x, x, x, gate, gate, return_final_state=True)
+
+
+def run(args: argparse.Namespace, say: Callable[[str], None]) -> Record:
+    """Says every value as it comes, and keeps it."""
+    made = _settings(args)
+    choice = _choice(made, args.batch, args.tokens)
+    record = records.head(args.commit) | {
+        "settings": made,
+        "batch": args.batch,
+        "tokens": args.tokens,
+        "new": args.new,
+        "implementation": choice.implementation,
+        "rows": [],
+    }
+    say(f"{record['device']}, commit {record['commit']}, {record['versions']}")
+    say(f"chunk_gdn by {choice.implementation}")
+    with tempfile.TemporaryDirectory() as temporary:
+        for name, value in measure(args.folder or pathlib.Path(temporary), args):
+            record["rows"].append({"name": name, "value": float(f"{value:.5g}")})
+            say(f"{name}: {value:,.5g}")
+            if args.out is not None:
+                records.write(args.out, record)
+    return record
+
+
+def arguments(given: list[str] | None = None) -> argparse.Namespace:
+    """The command's options."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.published", description=__doc__)
+    parser.add_argument("--out", type=pathlib.Path, help="the record, JSON")
     parser.add_argument("--folder", type=pathlib.Path)
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--vocab", type=int, default=248320)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=1024, help="of a prompt, and of a step")
     parser.add_argument("--new", type=int, default=64)
-    args = parser.parse_args()
-    console = Console()
-    console.print(jax.devices()[0].device_kind)
-    with tempfile.TemporaryDirectory() as temporary:
-        for name, value in measure(args.folder or pathlib.Path(temporary), args):
-            console.print(f"{name}: {value}", highlight=False)
+    parser.add_argument("--commit", help="where there is no git to ask")
+    return parser.parse_args(given)
+
+
+def main() -> None:
+    """The command."""
+    console = Console(width=160)
+    run(arguments(), lambda text: console.print(text, highlight=False))
 
 
 if __name__ == "__main__":

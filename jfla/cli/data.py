@@ -11,14 +11,16 @@ import dataclasses
 import pathlib
 import sysconfig
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import grain
 import jax
 import numpy as np
 from jaxtyping import Bool, Int32, UInt8
 
 from jfla.nn.sharding import BATCH, placement
+
+if TYPE_CHECKING:
+    import grain
 
 VOCAB = 256
 PAIRS = 8
@@ -64,7 +66,7 @@ class Batches:
     **Fields:** `rows`, each a batch without its first axis.
     """
 
-    rows: grain.MapDataset[Batch]
+    rows: "grain.MapDataset[Batch]"
     size: int
 
     def batch(self, step: int) -> Batch:
@@ -133,6 +135,8 @@ def batches(
 
     Row i depends on `seed` and i alone, so that a run resumes anywhere, on any number of processes.
     """
+
+    import grain  # here, so that text can be read without
 
     def drawn(_: int, rng: np.random.Generator) -> Batch:
         return jax.tree.map(lambda x: x[0], row(rng))

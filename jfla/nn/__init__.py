@@ -10,6 +10,7 @@ In Flax Linen, `flax.nnx.bridge` turns a layer into a Linen module:
 (1, 5, 32)
 """
 
+from jfla.nn import remat_policies as remat_policies
 from jfla.nn.layers.attention import AttentionCache as AttentionCache
 from jfla.nn.layers.attention import CausalAttention as CausalAttention
 from jfla.nn.layers.delta_mixer import DeltaCache as DeltaCache

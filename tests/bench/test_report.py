@@ -80,7 +80,8 @@ def test_the_page_shows_times_errors_and_reasons(record: Results, tmp_path: path
     assert f"| B1 T8192 H32 D128 | pallas | 0.5 | 1.5 | {shares} | 3.0e-03 | 6.0e-03 |" in text
     assert "| B1 T65536 H32 D128 | fla | no |" in text
     assert "no: fla: out of memory (kda forward B1 T65536 H32 D128 strong)" in text
-    assert "cudnn" not in text  # nothing was measured of it
+    assert "no: cudnn: closed today (kda forward B1 T8192 H32 D128 strong)" in text
+    assert "| cudnn |" not in text  # nothing was measured of it
     assert "| decode | B1 T1 H32 D128 | pallas | 0.01 |" in text
     assert "**GDN**" not in text
 
@@ -111,7 +112,8 @@ def test_what_was_not_measured_again_is_shown_with_the_commit_it_was_measured_at
     record.commit = "old"
     record.write(tmp_path / "day-before.json")
     again.write(tmp_path / "day.json")
-    now, earlier = pages.page(tmp_path / "day.json").split(
+    now = pages.page(tmp_path / "day.json")
+    _, earlier = pages.earlier_page(tmp_path / "day.json").split(
         "## Measured on 2000-01-02, and not again"
     )
     assert "commit new" in now
@@ -119,7 +121,7 @@ def test_what_was_not_measured_again_is_shown_with_the_commit_it_was_measured_at
     assert "Commit old: [benchmarks/results/day-before.json](" in earlier
     assert "| B1 T8192 H32 D128 | pallas | 0.625 |" in earlier
     assert "**KDA**" not in earlier
-    assert "not again" not in pages.page(tmp_path / "day-before.json")
+    assert "## Measured" not in pages.earlier_page(tmp_path / "day-before.json")
 
 
 @pytest.fixture
@@ -137,7 +139,7 @@ def at_production(record: Results) -> Results:
 
 
 def test_the_overview_has_the_gates_of_models_and_says_who_drops_what(at_production: Results):
-    text = overview.overview([at_production])
+    text = overview.overview(at_production)
     # FLA has times at strong gates alone. The fastest of the others is not jla.
     assert (
         "| KDA 1 x 8192 | 2.00 / 4.00 | 1.25 / **3.75** | **1.00** / 4.00 cuDNN frontend 1.32.0 † |"
@@ -146,13 +148,15 @@ def test_the_overview_has_the_gates_of_models_and_says_who_drops_what(at_product
     assert (
         "| KDA 8 x 4096 | 2.00 / **4.00** |  | **1.00** / **4.00** cuDNN frontend 1.32.0 |" in text
     )
-    assert "65536" not in text  # of ours there is none
-    assert "KDA of jfla (commit abc, 2000-01-02)" in text
+    assert "KDA 1 x 65536" not in text  # of ours there is none
+    assert "no: fla: out of memory (kda forward B1 T65536 H32 D128 strong)" in text
+    assert "2000-01-02, commit abc;" in text
+    assert "KDA of jfla" in text
     assert "jla" not in text
 
 
 def test_without_times_at_the_gate_of_models_those_at_strong_gates_are_shown(record: Results):
-    assert "| KDA 1 x 8192 | **0.500** / **1.50** |" in overview.overview([record])
+    assert "| KDA 1 x 8192 | **0.500** / **1.50** |" in overview.overview(record)
 
 
 def test_pages_that_were_written_agree_until_something_changes(
@@ -164,7 +168,7 @@ def test_pages_that_were_written_agree_until_something_changes(
     site.tables.parent.mkdir()
     site.readme.write_text(f"before\n{pages.BEGIN}\nold\n{pages.END}\nafter\n")
     assert "the block of README.md" in str(pages.disagreement(site, path))
-    pages.write(site, path, plot.draw_overview)
+    pages.write(site, path, plot.draw_overview, plot.draw_curves)
     assert pages.disagreement(site, path) is None
     assert site.readme.read_text().startswith("before\n")
     assert site.readme.read_text().endswith("\nafter\n")
@@ -186,7 +190,12 @@ def test_the_picture_is_small_and_names_everybody():
     assert height <= 900
     assert width <= 900
     assert len(text) < 60_000
-    for name in ("jfla", "FLA 0.6.0", "cuDNN", "FlashQLA", "KDA: forward", "GDN: backward"):
+    newest = pages.current()
+    assert newest is not None
+    times = overview.chosen(results.read(newest))
+    names = {overview.NAMES[time.implementation] for time in times}
+    assert "jfla" in names
+    for name in (*names, "KDA: forward", "GDN: backward"):
         assert name in text
 
 

@@ -12,6 +12,7 @@ from typing import TypedDict, overload
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
@@ -238,6 +239,7 @@ class DeltaMixer(nnx.Module):
         arrays = (q, k, v, self._decay_input(x), self.b_proj(x))
         state = None if cache is None else cache.state
         o, new_state = self._delta_rule(arrays, segment_ids, state)
+        o = checkpoint_name(o, "jfla_output")
         y = self.o_proj(self.o_norm(o, self._output_gate(x)))
         if new_state is None:
             return y, None

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
@@ -85,4 +86,6 @@ class SwiGLU(nnx.Module):
         self.down_proj = Projection(inner, hidden, (MLP, EMBED), rngs=rngs, **dtypes)
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate = checkpoint_name(self.gate_proj(x), "jfla_mlp")
+        up = checkpoint_name(self.up_proj(x), "jfla_mlp")
+        return self.down_proj(jax.nn.silu(gate) * up)

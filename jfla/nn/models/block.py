@@ -3,6 +3,7 @@
 from typing import Any
 
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from jfla.nn.layers.attention import AttentionCache, CausalAttention
@@ -56,11 +57,11 @@ class Block(nnx.Module):
     ) -> tuple[Hidden, LayerCache | None]:
         if self.norm_after:
             y, cache = self.mixer.mix(x, segment_ids, cache)
-            x = constrain(x + self.mixer_norm(y), (BATCH, TIME, None))
+            x = _mixed(x + self.mixer_norm(y))
             y = self.mlp_norm(self.mlp(x))
         else:
             y, cache = self.mixer.mix(self.mixer_norm(x), segment_ids, cache)
-            x = constrain(x + y, (BATCH, TIME, None))
+            x = _mixed(x + y)
             y = self.mlp(self.mlp_norm(x))
         return constrain(x + y, (BATCH, TIME, None)), cache
 
@@ -69,6 +70,11 @@ class Block(nnx.Module):
         if isinstance(self.mixer, DeltaMixer):
             return self.mixer.init_cache(batch)
         return self.mixer.init_cache(batch, max_len)
+
+
+def _mixed(x: Hidden) -> Hidden:
+    """What the mixer leaves, under the name that a checkpoint policy looks for."""
+    return checkpoint_name(constrain(x, (BATCH, TIME, None)), "jfla_mixed")
 
 
 def _mixer(

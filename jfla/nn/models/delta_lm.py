@@ -48,8 +48,8 @@ class DeltaLMConfig:
       rotary base `rope_theta`.
     - `norm_eps`; `tie_embeddings`: the head is the embedding.
     - `dtype` of the computation, `param_dtype` of the parameters, `implementation` of the op.
-    - `remat`: True recomputes each block in the backward, a policy of `jax.checkpoint_policies`
-      what it does not save; the op's residuals have names that start with `jfla_`.
+    - `remat`: True recomputes each block in the backward, one of `jfla.nn.remat_policies`, or any
+      policy of `jax.checkpoint_policies`, what it does not save.
 
     **Raises:** `ValueError` for an unknown op, or an attention layer that does not exist.
 
