@@ -6,7 +6,7 @@ import sys
 
 FEW_THREADS = """
 import jax, jax.numpy as jnp, jfla
-x, beta = jnp.ones((1, 64, 1, 64), jnp.bfloat16), jnp.ones((1, 64, 1), jnp.bfloat16)
+x, beta = jnp.ones((1, 64, 1, 128), jnp.bfloat16), jnp.ones((1, 64, 1), jnp.bfloat16)
 with jfla.pallas.interpret():
     arguments = dict(qk_norm=True, implementation="pallas")
     print(jfla.recurrent_kda(*(a[:, :1] for a in (x, x, x, -x, beta)), **arguments).output.shape, flush=True)
@@ -30,7 +30,7 @@ def test_a_kernel_with_more_warpgroups_than_threads_is_refused():
     )
     assert run.returncode == 0, run.stderr
     recurrent, kda, gdn = run.stdout.splitlines()
-    assert recurrent == "(1, 1, 1, 64)"
+    assert recurrent == "(1, 1, 1, 128)"
     assert "each of the 3 warpgroups" in kda
     assert "each of the 4 warpgroups" in gdn
     for refused in (kda, gdn):
