@@ -1,7 +1,7 @@
 """Sums of log2 decays over spans of tokens, as products with 0/1 matrices on the tensor cores.
 
 Every exponent is a sum of decays over a span, (matrix of ones) @ log2_decay, and none is the difference of two sums: a
-strong gate costs the weak ones after it no digit. The adjoint is the product with the transposed matrix.
+strong gate costs the weak ones after it no digit.
 
 The matrices come from global memory: LLVM materialises a matrix that is known at compile time as register operands too
 late for wgmma, and a part of it is then missing.
@@ -57,5 +57,5 @@ def block_spans() -> np.ndarray:
 
 
 def stack_matrices(dtype: DTypeLike, *matrices: np.ndarray) -> jax.Array:
-    """[len(matrices), rows, C]: float16 to sum log2 decays, bfloat16 for the adjoint."""
+    """[len(matrices), rows, C]: float16 to sum log2 decays, bfloat16 to sum anything else."""
     return jnp.asarray(np.stack(matrices) / (GATE_SCALE if dtype == F16 else 1.0), dtype)

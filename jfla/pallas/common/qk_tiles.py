@@ -62,7 +62,6 @@ class QkTiles(NamedTuple):
     k: Smem  # [num_tiles, C, 64]
     square_norms: Smem  # [2, up to num_tiles, C] float32: sum of x^2
     first: Index = 0
-    inv_norms: tuple[Reg, Reg] | None = None  # see `with_inv_norms`
 
     def columns(self, tile: Index) -> Index:
         """Where a tile lies among all channels."""
@@ -98,27 +97,16 @@ class QkTiles(NamedTuple):
         """What the recurrence multiplies q (or k) with."""
         return self.options.scale if which == Q else 1.0
 
-    def with_inv_norms(self) -> "QkTiles":
-        """The same with 1 / norm in registers, for a stage that reads q or k more than once."""
-        if not self.options.qk_norm:
-            return self
-        return self._replace(inv_norms=(self.inv_norm(Q), self.inv_norm(K)))
-
     def inv_norm(self, which: int) -> Reg:
         """[C]: 1 / norm of each row of q or k, under qk_norm."""
-        if self.inv_norms is not None:
-            return self.inv_norms[which]
         lines = [self.square_norms[which, tile] for tile in range(self.square_norms.shape[1])]
         return lax.rsqrt(functools.reduce(jnp.add, lines) + NORM_EPSILON)
 
-    def normalized(self, which: int, tile: Index) -> Reg:
-        """[C, 64] float32 of q or k, l2-normalised under qk_norm."""
-        x = (self.q, self.k)[which][tile].astype(F32)
-        return x * per_row(self.inv_norm(which), TILE_K) if self.options.qk_norm else x
-
     def scaled(self, which: int, tile: Index) -> Reg:
         """[C, 64] float32 of q or k as the recurrence reads it: q is scaled."""
-        x = self.normalized(which, tile)
+        x = (self.q, self.k)[which][tile].astype(F32)
+        if self.options.qk_norm:
+            x = x * per_row(self.inv_norm(which), TILE_K)
         return x * self.scale(which) if which == Q else x
 
     def load_raw_gate(self, gmem: QkgOperands, tile: Index) -> Reg:

@@ -34,9 +34,8 @@ BLOCK_LEVELS = 4  # doublings from 1 to 16
 LEVELS = 6  # and on to 64
 
 _EVERY_PART = [(column, half) for column in range(2) for half in range(HALVES)]
-_Pairs = dict[
-    tuple[int, int], Any
-]  # of a 16 x 16 matrix by (column of parts, half): two float32, or two float16 as i32
+# Of a 16 x 16 matrix by (column of parts, half): two float32, or two float16 as i32.
+_Pairs = dict[tuple[int, int], Any]
 
 
 def square_at(n: Reg, level: int) -> Reg:
@@ -114,7 +113,8 @@ def _own_block(registers: _Pairs, thread: Thread) -> _Pairs:
 def _block_inverse(n: _Pairs, thread: Thread) -> _Pairs:
     """(I - N)^-1 of a block, by doubling: X <- X + X N' X with the N' of the squares that join two blocks."""
     square = _squares(n, thread, 0)
-    flipped = {part: _transposed(x) for part, x in square.items()}  # of a square in a diagonal part
+    # A square of level 0 lies in a part on the diagonal, so that the transpose of each part is that of the block.
+    flipped = {part: _transposed(x) for part, x in square.items()}
     diagonal = _diagonal(thread)
     x = {part: _add(diagonal[part], square[part]) for part in _EVERY_PART}
     xt = {part: _add(diagonal[part], flipped[part]) for part in _EVERY_PART}

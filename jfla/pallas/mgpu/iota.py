@@ -1,8 +1,4 @@
-"""Masks over a square tile of registers: broadcasts of lines, row and column numbers, blocks of tokens.
-
-The functions that compare lines cost one operation an element: what holds for a whole row is computed on the line of
-rows and broadcast.
-"""
+"""Lines broadcast over a tile of registers, and the row and column numbers that masks are made of."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -10,7 +6,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfla.pallas.mgpu.copies import commit_smem
 from jfla.pallas.mgpu.layouts import ROWS
-from jfla.pallas.mgpu.types import Index, MemorySpec, Reg, Smem
+from jfla.pallas.mgpu.types import MemorySpec, Reg, Smem
 
 
 def per_row(x: Reg, columns: int) -> Reg:
@@ -42,26 +38,3 @@ def iota2d(axis: int, size: int, line_smem: Smem = None) -> Reg:
     """
     line = lax.iota(jnp.int32, size) if line_smem is None else line_smem[...]
     return per_row(line, size) if axis == 0 else per_column(line, size)
-
-
-def block_of(line: Reg, log2_size: Index) -> Reg:
-    """The number of the block of 2^log2_size elements in which every element of a line is."""
-    return lax.shift_right_logical(line, jnp.broadcast_to(jnp.int32(log2_size), line.shape))
-
-
-def paired_blocks(
-    paired: Index,
-    log2_size: Index,
-    size: int,
-    line_smem: Smem = None,
-    zero: Index = 0,
-) -> Reg:
-    """[size, size]: rows and columns in one block of 2^log2_size (`paired` 0), or in the two halves of a pair (1).
-
-    `zero` is an opaque zero (see `opaque.py`), which keeps the line of rows inside the loop.
-    """
-    # Rows and columns are laid out differently, so they cannot share one line of registers.
-    column_line = lax.iota(jnp.int32, size) if line_smem is None else line_smem[...]
-    row_line = lax.iota(jnp.int32, size) + zero
-    columns = per_column(block_of(column_line, log2_size), size)
-    return per_row(block_of(row_line, log2_size) ^ paired, size) == columns

@@ -189,32 +189,32 @@ def add_pairs(ctx: GradsKdaCta, grads: Grads) -> tuple[Grads, Index]:
         # One loop over passes and blocks: the counters of two would be spilled.
         of_step = ctx._replace(zero=ctx.zero & step)
         block = step & (NUM_BLOCKS - 1)
-        bits = lax.div(step, jnp.int32(NUM_BLOCKS)).astype(F32)
+        which_pass = lax.div(step, jnp.int32(NUM_BLOCKS)).astype(F32)
 
         @pl.when(block == 0)
         def _():
-            write_rows(of_step, bits)
+            write_rows(of_step, which_pass)
 
-        return add_block(of_step, block, bits, grads)
+        return add_block(of_step, block, which_pass, grads)
 
     return lax.fori_loop(0, num_steps, one_step, grads), ctx.zero & num_steps
 
 
-def write_rows(ctx: GradsKdaCta, bits: Index) -> None:
+def write_rows(ctx: GradsKdaCta, which_pass: Index) -> None:
     """q and k with the factors of rows in a pass of their blocks."""
-    factor = row_factor(ctx.decays.rows_in_block(), RANGE * bits)
+    factor = row_factor(ctx.decays.rows_in_block(), RANGE * which_pass)
     commit_smem()  # the pass before has read its rows
     for which, target in zip((Q, K), ctx.rows):
         target[...] = (ctx.qk.scaled(which, ctx.zero) * factor).astype(BF16)
 
 
-def add_block(ctx: GradsKdaCta, block: Index, bits: Index, grads: Grads) -> Grads:
+def add_block(ctx: GradsKdaCta, block: Index, which_pass: Index, grads: Grads) -> Grads:
     """What the rows of a block give to dq, dk and z in a pass, and what they give to its columns."""
     dq, dk = grads
     q_rows, k_rows = ctx.rows
     w_q, w_k = (ctx.weights(which) for which in (Q, K))
     zero = zeros(CHUNK, TILE_K)
-    factor = kda_blocks.column_factor(ctx.decays.columns_to_block(block), bits)
+    factor = kda_blocks.column_factor(ctx.decays.columns_to_block(block), which_pass)
     commit_smem()  # the block before has read its columns
     ctx.k_columns[...] = (ctx.qk.scaled(K, ctx.zero) * factor).astype(BF16)
     products = [
@@ -227,7 +227,7 @@ def add_block(ctx: GradsKdaCta, block: Index, bits: Index, grads: Grads) -> Grad
     ctx.add_to_z(-load(ctx.k_columns).astype(F32) * from_rows)
     row, _ = ctx.decays.tokens()
     in_block = (row & ~(BLOCK - 1)) == block * BLOCK
-    factor = row_factor(ctx.decays.rows_in_block(), RANGE * bits)
+    factor = row_factor(ctx.decays.rows_in_block(), RANGE * which_pass)
 
     def add_columns(which: Index, grads: tuple[Reg, Reg]) -> tuple[Reg, Reg]:
         # The other of dq and dk comes first in the next turn: side by side the two would be spilled.

@@ -13,6 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jfla.gates import NORM_EPSILON
 from jfla.pallas.common.chunk_index import TILE_K
 from jfla.pallas.common.decay_sums import NUM_BLOCK_SPANS, WITHIN
+from jfla.pallas.common.pair_passes import NUM_BLOCKS
 from jfla.pallas.common.qk_tiles import K, Q
 from jfla.pallas.common.results import KernelGrads
 from jfla.pallas.mgpu.columns import join_columns, store_transposed_f32
@@ -142,7 +143,10 @@ def write_decays(ctx: GradsKdaWarpgroup) -> None:
 
 
 def write_inv_norms(ctx: GradsKdaWarpgroup) -> None:
-    """1 / norm of every token's q and k, over its square norms: both consumers write the same."""
+    """1 / norm of every token's q and k, over its square norms, where each consumer has a line of its own.
+
+    Both read both lines first: one that were overwritten before would give the other consumer a wrong norm.
+    """
     if not ctx.spec.options.qk_norm:
         return
     square_norms = ctx.smem.square_norms
@@ -160,7 +164,7 @@ def write_inv_norms(ctx: GradsKdaWarpgroup) -> None:
 def store_dq_dk(ctx: GradsKdaWarpgroup, dq: Blocks, dk: Blocks, out_gmem: KernelGrads) -> None:
     """Adds pairs i = j; VJPs of the scale and, where all channels are here, of the norms; starts the stores."""
     diagonal = pin(per_column(plgpu.load(ctx.smem.diagonals.at[Q], layout=COLS), TILE_K))
-    q, k = (join_columns([qk_block(ctx, which, n) for n in range(4)]) for which in (Q, K))
+    q, k = (all_tokens(ctx, which) for which in (Q, K))
     dq_all = (join_columns(dq) + diagonal * k) * ctx.spec.options.scale
     dk_all = join_columns(dk) + diagonal * q
     for which, dx, target in ((Q, dq_all, out_gmem.dq), (K, dk_all, out_gmem.dk)):
@@ -176,10 +180,15 @@ def store_dq_dk(ctx: GradsKdaWarpgroup, dq: Blocks, dk: Blocks, out_gmem: Kernel
             store_tile(tile, target_rows)
 
 
+def all_tokens(ctx: GradsKdaWarpgroup, which: int) -> Reg:
+    """[64, C] float32 of q or k as the recurrence reads it."""
+    return join_columns([qk_block(ctx, which, block) for block in range(NUM_BLOCKS)])
+
+
 def norm_vjp(ctx: GradsKdaWarpgroup, which: int, dx: Reg) -> Reg:
     """x = y / |y|, so dy = (dx - x (x . dx)) / |y|; x . dx takes all channels, of both consumers."""
     inv_norm = plgpu.load(ctx.smem.square_norms.at[which, ctx.own_tile], layout=COLS)
-    x = join_columns([qk_block(ctx, which, n) for n in range(4)])
+    x = all_tokens(ctx, which)
     if which == Q:
         x = x * (1.0 / ctx.spec.options.scale)
     sync = ctx.sync_consumers if ctx.spec.num_tiles == KDA_CONSUMERS else commit_smem
