@@ -154,12 +154,14 @@ def graph_of(model: Model, op: Op, variant: Variant) -> Any:
     return nnx.graphdef(made)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
 def begun(model: Model, op: Op, key: Array) -> tuple[Any, Any]:
-    """Parameters of a model, float32 in every variant, and the optimizer's state."""
+    """Parameters of a model, float32 in every variant, and the optimizer's state.
+
+    Not jitted: as one program the random numbers of 12 layers take XLA two minutes to compile.
+    """
     made = nn.DeltaLM(model.config(op, variants()[-1]), rngs=nnx.Rngs(key))
     params = nnx.state(made, nnx.Param)
-    return params, model.optimizer().init(params)
+    return params, jax.jit(model.optimizer().init)(params)
 
 
 def flops_per_token(model: Model, op: Op, params: Any) -> float:

@@ -7,7 +7,7 @@ float16.
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jfla.pallas.mgpu.copies import commit_smem
+from jfla.pallas.mgpu.copies import commit_smem, write
 from jfla.pallas.mgpu.iota import per_column, per_row
 from jfla.pallas.mgpu.layouts import ROWS
 from jfla.pallas.mgpu.opaque import pin
@@ -21,8 +21,9 @@ def write_beta_scaling(beta_smem: Smem, scaling_smem: Smem) -> None:
     """s and t [2, C] from beta [C]."""
     beta = plgpu.load(beta_smem, layout=ROWS)
     root = jnp.sqrt(jnp.abs(beta))
-    scaling_smem.at[0][...] = jnp.where(beta < 0.0, -root, root)
-    scaling_smem.at[1][...] = root
+    # In place, as beta may be: a warp reads and writes the same rows.
+    write(scaling_smem.at[0], jnp.where(beta < 0.0, -root, root))
+    write(scaling_smem.at[1], root)
 
 
 def scale_rows_and_columns(x: Reg, scaling_smem: Smem, zero: Index, inverse: bool = False) -> Reg:
@@ -36,7 +37,7 @@ def scale_rows_and_columns(x: Reg, scaling_smem: Smem, zero: Index, inverse: boo
 
 def write_lower(lower: Reg, scaling_smem: Smem, tile_smem: Smem, zero: Index) -> None:
     """-s L t into a float16 tile, of which `TriangularInverse` reads what is strictly lower."""
-    tile_smem[...] = scale_rows_and_columns(-lower, scaling_smem, zero).astype(F16)
+    write(tile_smem, scale_rows_and_columns(-lower, scaling_smem, zero).astype(F16))
     commit_smem()
 
 

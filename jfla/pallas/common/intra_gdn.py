@@ -24,7 +24,7 @@ from jfla.pallas.common.results import IntraResults
 from jfla.pallas.common.token_decay import pair_decay
 from jfla.pallas.context import interpreting
 from jfla.pallas.machine import on_hopper
-from jfla.pallas.mgpu.copies import Copies, commit_smem, store_tile, wait_for_stores
+from jfla.pallas.mgpu.copies import Copies, commit_smem, store_tile, wait_for_stores, write
 from jfla.pallas.mgpu.iota import iota2d, iota_smem, per_column, per_row, write_iota
 from jfla.pallas.mgpu.layouts import COLS, ROWS
 from jfla.pallas.mgpu.mma import dot, zeros
@@ -157,7 +157,7 @@ def write_row_factors(ctx: IntraGdnWarpgroup) -> None:
     log2_decay = plgpu.load(vectors.token_inputs.at[LOG2_DECAY], layout=COLS)
     columns = pin(per_column(log2_decay, CHUNK))
     log2_cum = jnp.sum(jnp.where(ctx.lower_mask(), columns, zeros(CHUNK, CHUNK)), axis=1)
-    vectors.token_scalars.at[LOG2_CUM][...] = log2_cum
+    write(vectors.token_scalars.at[LOG2_CUM], log2_cum)
     if qk_norm:
         ctx.qk.write_square_norms(0)
     if vectors.beta_scaling is not None:
@@ -171,16 +171,16 @@ def write_row_factors(ctx: IntraGdnWarpgroup) -> None:
     if qk_norm:
         inv_norm_q = ctx.qk.inv_norm(Q)
         inv_norm_k = ctx.qk.inv_norm(K)
-        vectors.token_scalars.at[INV_NORMS + Q][...] = inv_norm_q
-        vectors.token_scalars.at[INV_NORMS + K][...] = inv_norm_k
+        write(vectors.token_scalars.at[INV_NORMS + Q], inv_norm_q)
+        write(vectors.token_scalars.at[INV_NORMS + K], inv_norm_k)
         q_from_start = q_from_start * inv_norm_q
         k_from_start = k_from_start * inv_norm_k
         k_to_end = k_to_end * inv_norm_k
     chunk_decay = jnp.exp2(last)
-    vectors.factors.at[Q_FROM_START][...] = q_from_start
-    vectors.factors.at[K_FROM_START][...] = k_from_start
-    vectors.factors.at[K_TO_END][...] = k_to_end
-    vectors.factors.at[CHUNK_DECAY][...] = chunk_decay
+    write(vectors.factors.at[Q_FROM_START], q_from_start)
+    write(vectors.factors.at[K_FROM_START], k_from_start)
+    write(vectors.factors.at[K_TO_END], k_to_end)
+    write(vectors.factors.at[CHUNK_DECAY], chunk_decay)
 
 
 def decayed_dots(ctx: IntraGdnWarpgroup, which: int) -> Reg:

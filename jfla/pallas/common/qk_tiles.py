@@ -17,7 +17,7 @@ from jfla.pallas.mgpu.iota import iota2d, per_column, per_row
 from jfla.pallas.mgpu.layouts import WGMMA
 from jfla.pallas.mgpu.mma import zeros
 from jfla.pallas.mgpu.smem import F16, F32
-from jfla.pallas.mgpu.types import Gmem, Index, Reg, Smem
+from jfla.pallas.mgpu.types import Gmem, Index, Layout, Reg, Smem
 from jfla.types import CHUNK
 
 Q, K = range(2)
@@ -109,9 +109,9 @@ class QkTiles(NamedTuple):
             x = x * per_row(self.inv_norm(which), TILE_K)
         return x * self.scale(which) if which == Q else x
 
-    def load_raw_gate(self, gmem: QkgOperands, tile: Index) -> Reg:
+    def load_raw_gate(self, gmem: QkgOperands, tile: Index, layout: Layout = WGMMA) -> Reg:
         """A tile of g as the caller passed it, straight from global memory."""
-        return plgpu.load(self.view(gmem.g, tile), layout=WGMMA, optimized=False)
+        return plgpu.load(self.view(gmem.g, tile), layout=layout, optimized=False)
 
     def write_decays(
         self, tile: Index, gmem: QkgOperands, bias_smem: Smem, resets_smem: Smem, decay_smem: Smem

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm, vector
+from jaxlib.mlir.dialects import arith, llvm, vector
 
 from jfla.pallas.context import interpreting
 from jfla.pallas.mgpu.layouts import TILE_ROWS, WGMMA
@@ -71,6 +71,31 @@ def join_columns(blocks: list[Reg], count: int | None = None) -> Reg:
         return from_parts({part: registers.get(part, zero) for part in parts_of(shape[1])})
 
     return join(*blocks)  # pyright: ignore[reportCallIssue]
+
+
+def widened(x: Reg) -> Reg:
+    """bf16 x in float32: two instructions a pair, where a cast takes three."""
+    if interpreting():
+        return x.astype(F32)
+    out: Any = plgpu.ShapeDtypeStruct(x.shape, jnp.dtype(F32), WGMMA)
+
+    @plgpu.inline_mgpu(arg_types=(WGMMA,), return_type=out)
+    def widen(_: Any, x: Fragments) -> Fragments:
+        i32 = ir.IntegerType.get_signless(32)
+        pair_type = ir.VectorType.get((2,), ir.F32Type.get())
+
+        def wide(pair: Any) -> Any:
+            bits = llvm.bitcast(i32, pair)
+            both = llvm.mlir_undef(ir.VectorType.get((2,), i32))
+            low = arith.shli(bits, utils.c(16, i32))
+            high = arith.andi(bits, utils.c(-65536, i32))
+            for n, part in enumerate((low, high)):
+                both = vector.insert(part, both, dynamic_position=[], static_position=[n])
+            return vector.bitcast(pair_type, both)
+
+        return from_parts({part: wide(pair) for part, pair in parts(x).items()})
+
+    return widen(x)  # pyright: ignore[reportCallIssue]
 
 
 def store_transposed_f32(x: Reg, rows_gmem: Gmem) -> None:

@@ -10,7 +10,7 @@ from jfla.pallas.context import interpreting
 from jfla.pallas.machine import on_hopper
 from jfla.pallas.mgpu.cp_async import THREADS, cp_async, wait_cp_async
 from jfla.pallas.mgpu.layouts import ROWS, TILE_ROWS, WGMMA
-from jfla.pallas.mgpu.smem import transposed
+from jfla.pallas.mgpu.smem import SWIZZLE_BYTES, tile_transforms, transposed
 from jfla.pallas.mgpu.types import Barrier, Gmem, Layout, Reg, Smem
 
 
@@ -50,6 +50,12 @@ class Copies(NamedTuple):
             wait_cp_async(started_since)
 
 
+def prefetch_to_l2(source_gmem: Gmem) -> None:
+    """Starts bringing an array of global memory into the second-level cache, on Hopper."""
+    if on_hopper() and not interpreting():
+        plgpu.async_prefetch(source_gmem)
+
+
 def fits_cp_async(target_smem: Any) -> bool:
     """Whether the threads of a warpgroup can share a copy of so many elements."""
     return math.prod(target_smem.shape) % THREADS == 0
@@ -58,6 +64,41 @@ def fits_cp_async(target_smem: Any) -> bool:
 def _lines(ref: Gmem | Smem) -> list[Gmem | Smem]:
     """The lines of what has too few elements for a copy by all threads."""
     return [ref] if len(ref.shape) == 1 else [ref.at[i] for i in range(ref.shape[0])]
+
+
+def write(target_smem: Smem, x: Reg, layout: Layout | None = None) -> None:
+    """x, a tile or a line of rows, into shared memory, without the barriers that Pallas puts around such a store.
+
+    Everything that was read there must have been committed, and so must be what is written before it is read.
+    """
+    if interpreting():
+        target_smem[...] = x
+        return
+    is_line = len(x.shape) == 1
+    ref: Any = plgpu.RefType(() if is_line else tile_transforms(x.dtype))
+
+    @plgpu.inline_mgpu(arg_types=(layout or (ROWS if is_line else WGMMA), ref))
+    def store(_: Any, x: Any, target: Any) -> None:
+        if is_line:
+            x.store_untiled(target, optimized=False)
+        else:
+            x.store_tiled(target, SWIZZLE_BYTES, optimized=layout is None)
+
+    store(x, target_smem)  # pyright: ignore[reportCallIssue]: the first argument is Mosaic's
+
+
+def write_transposed(tile_smem: Smem, x: Reg) -> None:
+    """`write` of x^T into a tile."""
+    if interpreting():
+        transposed(tile_smem)[...] = x
+        return
+    ref: Any = plgpu.RefType(tile_transforms(x.dtype))
+
+    @plgpu.inline_mgpu(arg_types=(WGMMA, ref))
+    def store(_: Any, x: Any, tile: Any) -> None:
+        x.store_tiled(mosaic.memref_transpose(tile, (1, 0, 3, 2)), SWIZZLE_BYTES)
+
+    store(x, tile_smem)  # pyright: ignore[reportCallIssue]
 
 
 def store_transposed(tile_smem: Smem, x: Reg) -> None:

@@ -78,16 +78,22 @@ def dots_while(work: Callable[[], Any], *sums: list[tuple[Operand, Smem]]) -> tu
     return pl.run_scoped(body, *[accumulator(shape, F32) for shape in shapes])
 
 
-def short_dot(acc: Reg, *products: tuple[Operand, Smem]) -> Reg:
-    """acc + sum of a @ b where b has fewer than the 64 rows that a wgmma takes: by mma.sync on every machine."""
+def short_dot(acc: Reg, *products: tuple[Operand, Smem], first_column: int = 0) -> Reg:
+    """acc + sum of a @ b where b has fewer than the 64 rows that a wgmma takes: by mma.sync on every machine.
+
+    Of b it takes as many columns from `first_column` on as acc has.
+    """
     if interpreting():
-        return dot(acc, *products)
-    return _dot_sync(acc, products)
+        columns = pl.ds(first_column, acc.shape[1])
+        return dot(acc, *[(a, b[:, columns]) for a, b in products])
+    return _dot_sync(acc, products, first_column)
 
 
-def _dot_sync(acc: Reg, products: Sequence[tuple[Operand, Smem]]) -> Reg:
+def _dot_sync(
+    acc: Reg, products: Sequence[tuple[Operand, Smem]], first_column: int = 0
+) -> Reg:
     for a, b in products:
-        acc = mma_sync(acc, a, b)
+        acc = mma_sync(acc, a, b, first_column)
     return acc
 
 

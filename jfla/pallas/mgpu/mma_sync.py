@@ -22,8 +22,11 @@ _STEP = 16  # rows of shared memory whose right operands are in registers at a t
 Fragments = Any  # mosaic.FragmentedArray: an array in registers, as Mosaic's own lowering sees it
 
 
-def mma_sync(acc: Reg, a: Reg | Smem, b: Smem) -> Reg:
-    """acc + a @ b. References are tiles of `tile_smem`, or transposed views of them."""
+def mma_sync(acc: Reg, a: Reg | Smem, b: Smem, first_column: int = 0) -> Reg:
+    """acc + a @ b, of b as many columns from `first_column` on as acc has.
+
+    References are tiles of `tile_smem`, or transposed views of them; of those all columns are taken.
+    """
     a_smem, a_transposed = _untransposed(a)
     b_smem, b_transposed = _untransposed(b)
     in_registers = isinstance(a, jax.Array)
@@ -46,7 +49,8 @@ def mma_sync(acc: Reg, a: Reg | Smem, b: Smem) -> Reg:
             if b_transposed:
                 acc[:, step] = mosaic.mma(acc[:, step], a, part)
             else:
-                acc = mosaic.mma(acc, a[:, step], part)
+                columns = slice(first_column, first_column + acc.shape[1])
+                acc = mosaic.mma(acc, a[:, step], part[:, columns])
         return _renumbered(acc, acc_layout, _ACC_TILE)
 
     operands: Any = (acc, a_smem, b_smem)

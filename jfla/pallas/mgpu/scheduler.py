@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
+from jfla.pallas.mgpu.opaque import new_zero
 from jfla.pallas.mgpu.types import Gmem, Index
 
 
@@ -73,8 +74,8 @@ class TileScheduler(NamedTuple):
         count = self.tile_count(cta, wg)
 
         def step(i: Index, zero: Index) -> Index:
-            body(WorkTile(first + i * self.grid_stride, i, zero, self))
-            return zero & i
+            body(WorkTile(first + i * self.grid_stride, i, new_zero(), self))
+            return zero
 
         lax.fori_loop(0, count, step, zero_gmem[0])
         return first + (count - 1) * self.grid_stride

@@ -10,7 +10,7 @@ entries of N and X are bounded by beta |k_i| |k_j|. Up to blocks of 16 every war
 from typing import NamedTuple
 
 from jfla.pallas.mgpu.block_inverse import BLOCK_LEVELS, LEVELS, inverse_of_blocks, square_at
-from jfla.pallas.mgpu.copies import commit_smem
+from jfla.pallas.mgpu.copies import commit_smem, write
 from jfla.pallas.mgpu.mma import dot, load, zeros
 from jfla.pallas.mgpu.smem import F16
 from jfla.pallas.mgpu.types import Reg, Smem
@@ -21,7 +21,7 @@ SIZE = 64
 class TriangularInverse(NamedTuple):
     """Call it for (I - N)^-1 [64, 64] float32."""
 
-    lower_smem: Smem  # float16 tile: N, of which what is below the diagonal is read
+    lower_smem: Smem  # float16 tile: N, of which what is below the diagonal is read; then scratch
     work_smem: Smem  # float16 tile
 
     def __call__(self) -> Reg:
@@ -33,9 +33,10 @@ class TriangularInverse(NamedTuple):
 
     def _double(self, x: Reg, square: Reg) -> Reg:
         x16 = x.astype(F16)
-        self.work_smem[...] = x16
+        # Two tiles in turn: between the reads of one by every warp and the next write to it lies a commit of the other.
+        write(self.work_smem, x16)
         commit_smem()
         right = dot(zeros(SIZE, SIZE), (square, self.work_smem)).astype(F16)
-        self.work_smem[...] = right
+        write(self.lower_smem, right)
         commit_smem()
-        return dot(x, (x16, self.work_smem))
+        return dot(x, (x16, self.lower_smem))

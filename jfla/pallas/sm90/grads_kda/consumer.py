@@ -16,8 +16,14 @@ from jfla.pallas.common.decay_sums import NUM_BLOCK_SPANS, WITHIN
 from jfla.pallas.common.pair_passes import NUM_BLOCKS
 from jfla.pallas.common.qk_tiles import K, Q
 from jfla.pallas.common.results import KernelGrads
-from jfla.pallas.mgpu.columns import join_columns, store_transposed_f32
-from jfla.pallas.mgpu.copies import commit_smem, store_tile, store_transposed, wait_for_stores
+from jfla.pallas.mgpu.columns import join_columns, store_transposed_f32, widened
+from jfla.pallas.mgpu.copies import (
+    commit_smem,
+    store_tile,
+    wait_for_stores,
+    write,
+    write_transposed,
+)
 from jfla.pallas.mgpu.iota import per_column, per_row
 from jfla.pallas.mgpu.layouts import COLS, ROWS
 from jfla.pallas.mgpu.mma import dot, dots, load, zeros
@@ -57,6 +63,8 @@ class SumsOverV(NamedTuple):
 
 def run_consumer(ctx: GradsKdaWarpgroup, out_gmem: KernelGrads) -> None:
     """Everything that a consumer does with a chunk."""
+    # Before stages are freed: what is asked for behind the copies of 56 KiB to a stage waits for them.
+    raw_gate = ctx.qk.load_raw_gate(ctx.gmem.qkg, ctx.own_tile)
     zero = zeros(TILE_K, CHUNK)
     none = SumsOverV(zero, zero, zero, zeros(CHUNK, CHUNK), _zero_rows())
     sums = lax.fori_loop(0, ctx.spec.v_tiles, lambda n, sums: add_v_tile(ctx, n, sums), none)
@@ -66,7 +74,7 @@ def run_consumer(ctx: GradsKdaWarpgroup, out_gmem: KernelGrads) -> None:
     # With K = 64 there is one tile of channels, and consumer 1 was only needed for W_k.
     @pl.when(ctx.wg < ctx.spec.num_tiles)
     def _():
-        write_decays(ctx)
+        write_decays(ctx, raw_gate)
 
     ctx.sync_consumers()
 
@@ -78,7 +86,7 @@ def run_consumer(ctx: GradsKdaWarpgroup, out_gmem: KernelGrads) -> None:
         dg_gmem = ctx.rows(out_gmem.dg)
         grads = grads_of_states(ctx, sums.dq, sums.dk, sums.dk_to_end, dg_gmem)
         dq, dk, z = add_pairs(ctx, grads)
-        later = ctx.recompute_addresses(ctx.zero & 2)
+        later = ctx.recompute_addresses()
         finish_dg(later, z, later.rows(out_gmem.dg))
         store_dq_dk(later, dq, dk, out_gmem)
 
@@ -98,7 +106,7 @@ def add_v_tile(ctx: GradsKdaWarpgroup, v_tile: Index, sums: SumsOverV) -> SumsOv
     v_new = ctx.value_tile(stage, V_NEW)
     state = transposed(ctx.state_tile(stage, STATE))
     dstate = transposed(ctx.state_tile(stage, DSTATE))
-    product = load(state).astype(F32) * load(dstate).astype(F32)
+    product = widened(load(state)) * widened(load(dstate))
     state_dot_dstate = sums.state_dot_dstate + jnp.sum(product, axis=1)
     do_or_dv = ctx.smem.values.at[stage, ctx.wg]
     dq, dk, dk_to_end, weights = dots(
@@ -119,19 +127,19 @@ def write_weights(ctx: GradsKdaWarpgroup, weights: Reg) -> None:
     row = per_row(lax.iota(jnp.int32, CHUNK) + ctx.zero, CHUNK)
     column = per_column(lax.iota(jnp.int32, CHUNK) + ctx.zero, CHUNK)
     diagonal = jnp.where(row == column, weights, zero)
-    ctx.smem.diagonals.at[ctx.wg][...] = jnp.sum(diagonal, axis=1)
+    write(ctx.smem.diagonals.at[ctx.wg], jnp.sum(diagonal, axis=1))
     weights = jnp.where(column < row, weights, zero) * jnp.where(ctx.wg == Q, 1.0, -1.0)
-    ctx.smem.weights.at[ctx.wg][...] = weights.astype(BF16)
+    write(ctx.smem.weights.at[ctx.wg], weights.astype(BF16))
 
 
-def write_decays(ctx: GradsKdaWarpgroup) -> None:
+def write_decays(ctx: GradsKdaWarpgroup, raw_gate: Reg) -> None:
     """log2 decays of the channels, the decays of whole blocks, and what the passes of pairs depend on."""
     smem = ctx.smem
     tile = ctx.own_tile
     qk = ctx.qk
-    raw = qk.load_raw_gate(ctx.gmem.qkg, tile)
     bias = None if smem.bias is None else smem.bias.at[tile]
-    smem.log2_decay.at[tile][...] = qk.scaled_log2_decay(raw, ctx.gmem.qkg, bias, smem.resets)
+    log2_decay = qk.scaled_log2_decay(raw_gate, ctx.gmem.qkg, bias, smem.resets)
+    write(smem.log2_decay.at[tile], log2_decay)
     if ctx.spec.options.qk_norm:
         qk.write_square_norms(tile, None if ctx.has_all_channels else ctx.gmem.qkg)
     commit_smem()
@@ -139,7 +147,7 @@ def write_decays(ctx: GradsKdaWarpgroup) -> None:
     store_columns(jnp.exp2(sums), smem.block_decay.at[tile])
     span = per_column(lax.iota(jnp.int32, NUM_BLOCK_SPANS) + ctx.zero, TILE_K)
     sums = jnp.where(span >= WITHIN, sums, zeros(TILE_K, NUM_BLOCK_SPANS))
-    smem.least.at[tile][...] = jnp.min(sums, axis=1)
+    write(smem.least.at[tile], jnp.min(sums, axis=1))
 
 
 def write_inv_norms(ctx: GradsKdaWarpgroup) -> None:
@@ -175,7 +183,7 @@ def store_dq_dk(ctx: GradsKdaWarpgroup, dq: Blocks, dk: Blocks, out_gmem: Kernel
             store_transposed_f32(dx, target_rows)
         else:
             tile = (ctx.smem.q, ctx.smem.k)[which].at[ctx.own_tile]
-            store_transposed(tile, dx.astype(BF16))
+            write_transposed(tile, dx.astype(BF16))
             commit_smem()
             store_tile(tile, target_rows)
 

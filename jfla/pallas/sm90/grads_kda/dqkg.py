@@ -51,7 +51,9 @@ from jfla.pallas.mgpu.columns import (
     load_transposed_f32,
     split_columns,
     store_transposed_f32,
+    widened,
 )
+from jfla.pallas.mgpu.copies import write
 from jfla.pallas.mgpu.iota import per_column, per_row
 from jfla.pallas.mgpu.layouts import COLS, ROWS
 from jfla.pallas.mgpu.mma import dots, load, short_dot, zeros
@@ -77,7 +79,7 @@ def qk_block(ctx: GradsKdaWarpgroup, which: int, block: int) -> Reg:
     options = ctx.spec.options
     tiles = (ctx.smem.q, ctx.smem.k)[which]
     tokens = pl.ds(block * BLOCK, BLOCK)
-    x = load(transposed(tiles.at[ctx.own_tile].at[tokens])).astype(F32)
+    x = widened(load(transposed(tiles.at[ctx.own_tile].at[tokens])))
     if options.qk_norm:
         inv_norm = plgpu.load(ctx.smem.square_norms.at[which, ctx.own_tile, tokens], layout=COLS)
         # Pinned, so that layout inference does not try every pair of layouts of one buffer.
@@ -123,15 +125,11 @@ def add_pairs(ctx: GradsKdaWarpgroup, grads: Grads) -> Grads:
     """What pairs of tokens give, in as many passes as the block that loses most takes."""
     least = plgpu.load(ctx.smem.least.at[ctx.own_tile], layout=COLS)
 
-    def one_pass(which_pass: Index, carry: tuple[Grads, Index]) -> tuple[Grads, Index]:
-        grads, zero = carry
+    def one_pass(which_pass: Index, grads: Grads) -> Grads:
         bits = which_pass.astype(F32) * RANGE
-        grads = add_pass(ctx.recompute_addresses(zero), bits, grads)
-        return grads, zero & which_pass
+        return add_pass(ctx.recompute_addresses(), bits, grads)
 
-    carry = (grads, ctx.zero & 1)
-    grads, _ = lax.fori_loop(0, passes_of(jnp.min(least)), one_pass, carry)
-    return grads
+    return lax.fori_loop(0, passes_of(jnp.min(least)), one_pass, grads)
 
 
 def add_pass(ctx: GradsKdaWarpgroup, bits: Reg, grads: Grads) -> Grads:
@@ -159,14 +157,17 @@ def add_pass(ctx: GradsKdaWarpgroup, bits: Reg, grads: Grads) -> Grads:
         left = join_columns(columns, NUM_BLOCKS)
         none = zeros(TILE_K, BLOCK)
         dq_rows, dk_rows = dots((none, (left, transposed(w_q))), (none, (left, transposed(w_k))))
-        from_rows = short_dot(zeros(TILE_K, CHUNK), (q_rows, w_q), (k_rows, w_k))
         dq[block] = dq[block] + row * dq_rows
         dk[block] = dk[block] + row * dk_rows
-        z[block] = z[block] + q_rows.astype(F32) * dq_rows + k_rows.astype(F32) * dk_rows
-        for n, dk_columns in enumerate(split_columns(from_rows, BLOCK)[: block + 1]):
-            dk[n] = dk[n] + columns_factors[n] * dk_columns
-            z[n] = z[n] - columns[n].astype(F32) * dk_columns
+        z[block] = z[block] + widened(q_rows) * dq_rows + widened(k_rows) * dk_rows
         dq, dk, z = pin((dq, dk, z))
+        for n in range(block + 1):
+            # A block of columns at a time: all at once are more than there are registers for.
+            none = zeros(TILE_K, BLOCK)
+            dk_columns = short_dot(none, (q_rows, w_q), (k_rows, w_k), first_column=n * BLOCK)
+            dk[n] = dk[n] + columns_factors[n] * dk_columns
+            z[n] = z[n] - widened(columns[n]) * dk_columns
+            dk, z = pin((dk, z))
     return Grads(dq, dk, z)
 
 
@@ -185,4 +186,4 @@ def finish_dg(ctx: GradsKdaWarpgroup, z: Blocks, dg_gmem: Gmem) -> None:
 def write_dg_chunk(ctx: GradsKdaWarpgroup, state_dot_dstate: Reg) -> None:
     """chunk_decay * rowsum_v(S * dS): the cotangent of the sum of all g."""
     chunk_decay = plgpu.load(ctx.smem.block_decay.at[ctx.own_tile, ALL_TOKENS], layout=ROWS)
-    ctx.smem.dg_chunk.at[ctx.own_tile][...] = state_dot_dstate * chunk_decay
+    write(ctx.smem.dg_chunk.at[ctx.own_tile], state_dot_dstate * chunk_decay)

@@ -16,6 +16,7 @@ from jfla.pallas.common.chunk_index import CHANNEL_BLOCK, TILE_K, TILE_V, ChunkG
 from jfla.pallas.common.decay_sums import AFTER, block_spans, stack_matrices
 from jfla.pallas.common.qk_tiles import QkgOperands, QkOptions
 from jfla.pallas.common.results import KernelGrads
+from jfla.pallas.mgpu.copies import prefetch_to_l2
 from jfla.pallas.mgpu.launch import launch
 from jfla.pallas.mgpu.opaque import opaque_zero
 from jfla.pallas.mgpu.scheduler import TileScheduler, WorkTile
@@ -53,6 +54,8 @@ def run_producer(ctx: GradsKdaWarpgroup) -> None:
 
         load_v_tile(ctx, v_tile, stage)
 
+    prefetch_qkg(ctx)
+
     @pl.when(ctx.work.iteration > 0)
     def _():
         plgpu.barrier_wait(ctx.barriers.chunk_done)
@@ -73,6 +76,15 @@ def load_v_tile(ctx: GradsKdaWarpgroup, v_tile: int, stage: Index) -> None:
         for tile in range(ctx.spec.num_tiles):
             source_tile = index.tile(source).at[columns_of_v, ctx.part.columns(tile)]
             plgpu.copy_gmem_to_smem(source_tile, ctx.smem.states.at[stage, which, tile], full)
+
+
+def prefetch_qkg(ctx: GradsKdaWarpgroup) -> None:
+    """Brings q, k and g near while the consumers are still busy with the chunk before."""
+    qkg = ctx.gmem.qkg
+    for tile in range(ctx.spec.num_tiles):
+        columns = ctx.part.columns(tile)
+        for source in (qkg.q, qkg.k, qkg.g):
+            prefetch_to_l2(ctx.index.rows(source, ctx.spec.heads, columns))
 
 
 def load_qk(ctx: GradsKdaWarpgroup) -> None:
@@ -149,7 +161,7 @@ def grads_kda(
 
         @pl.when(wg < KDA_CONSUMERS)
         def _():
-            plgpu.set_max_registers(232, action="increase")
+            plgpu.set_max_registers(240, action="increase")
             plgpu.barrier_wait(barriers.matrices_full)
             consume = lambda work: run_consumer(context(work), out_gmem)
             scheduler.for_each_tile(consume, cta, 0, gmem.zero)
@@ -157,7 +169,7 @@ def grads_kda(
 
         @pl.when(wg == KDA_CONSUMERS)
         def _():
-            plgpu.set_max_registers(40, action="decrease")
+            plgpu.set_max_registers(24, action="decrease")
             load_matrices(gmem, smem, barriers.matrices_full)
             produce = lambda work: run_producer(context(work))
             scheduler.for_each_tile(produce, cta, 0, gmem.zero)

@@ -29,7 +29,7 @@ from jfla.pallas.heuristics import HOPPER_SMEM_BYTES
 from jfla.pallas.mgpu.iota import per_row
 from jfla.pallas.mgpu.layouts import ROWS
 from jfla.pallas.mgpu.mma import dot, dots, zeros
-from jfla.pallas.mgpu.opaque import pin
+from jfla.pallas.mgpu.opaque import new_zero, pin
 from jfla.pallas.mgpu.scheduler import WorkTile
 from jfla.pallas.mgpu.smem import BF16, F16, F32, num_bytes, tile_smem, transposed
 from jfla.pallas.mgpu.types import Barrier, Gmem, Index, MemorySpec, Reg, Smem
@@ -125,12 +125,12 @@ class GradsKdaWarpgroup(NamedTuple):
 
     @property
     def zero(self) -> Index:
-        """An opaque zero."""
-        return self.work.zero
+        """A new opaque zero."""
+        return new_zero()
 
-    def recompute_addresses(self, zero: Index) -> "GradsKdaWarpgroup":
+    def recompute_addresses(self) -> "GradsKdaWarpgroup":
         """The same with addresses that depend on another opaque zero."""
-        return self._replace(wg=self.wg + zero, work=self.work._replace(zero=zero))
+        return self._replace(wg=self.wg + self.zero)
 
     @property
     def part(self) -> ChunkPart:

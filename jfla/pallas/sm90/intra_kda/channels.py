@@ -29,9 +29,15 @@ from jfla.pallas.common.decay_sums import (
 )
 from jfla.pallas.common.pair_passes import NUM_BLOCKS, RANGE, growth, row_factor
 from jfla.pallas.common.qk_tiles import K, Q
-from jfla.pallas.mgpu.copies import commit_smem, load_with_layout, store_tile, wait_for_stores
+from jfla.pallas.mgpu.copies import (
+    commit_smem,
+    load_with_layout,
+    store_tile,
+    wait_for_stores,
+    write,
+)
 from jfla.pallas.mgpu.iota import per_column, per_row
-from jfla.pallas.mgpu.layouts import WGMMA
+from jfla.pallas.mgpu.layouts import WGMMA, WIDE
 from jfla.pallas.mgpu.mma import zeros
 from jfla.pallas.mgpu.smem import BF16, F32
 from jfla.pallas.mgpu.types import Index, Reg
@@ -55,13 +61,13 @@ def channel_warpgroup(ctx: IntraKdaWarpgroup, outputs: IntraKdaOutputs) -> None:
     if outputs.with_pairs:
         begin_pass(ctx)
     # Zeros of their own: else addresses that several stages need are kept in registers from the first to the last.
-    write_later_columns(ctx.recompute_addresses(ctx.zero & 1), outputs.with_pairs)
-    write_rows(ctx.recompute_addresses(ctx.zero & 2), outputs.with_pairs)
+    write_later_columns(ctx.recompute_addresses(), outputs.with_pairs)
+    write_rows(ctx.recompute_addresses(), outputs.with_pairs)
     if outputs.with_pairs:
         end_pass(ctx)
     else:
         commit_smem()
-    start_stores(ctx.recompute_addresses(ctx.zero & 4), outputs)
+    start_stores(ctx.recompute_addresses(), outputs)
     if outputs.with_pairs:
         further_passes(ctx)
 
@@ -72,11 +78,14 @@ def load_decays(ctx: IntraKdaWarpgroup) -> None:
     smem = ctx.smem
     tile = ctx.wg
     slot = ctx.slot
-    raw = qk.load_raw_gate(ctx.gmem.qkg, tile)
+    # A gate meets biases of columns and masks of rows, which lie as the accumulators of matmuls do.
+    layout = WIDE if qk.options.no_gate else WGMMA
+    raw = qk.load_raw_gate(ctx.gmem.qkg, tile, layout)
     plgpu.barrier_wait(ctx.barriers.qk_full.at[2 * tile + slot])
     bias = None if smem.bias is None else smem.bias.at[slot, tile]
     resets = None if smem.resets is None else smem.resets.at[slot, tile]
-    smem.log2_decay.at[tile][...] = qk.scaled_log2_decay(raw, ctx.gmem.qkg, bias, resets)
+    log2_decay = qk.scaled_log2_decay(raw, ctx.gmem.qkg, bias, resets)
+    write(smem.log2_decay.at[tile], log2_decay, layout)
     if qk.options.qk_norm:
         qk.write_square_norms(tile, None if ctx.has_all_channels else ctx.gmem.qkg)
         if qk.num_tiles > 1:
@@ -92,7 +101,7 @@ def write_block_decays(ctx: IntraKdaWarpgroup, with_pairs: bool) -> None:
         span = per_column(lax.iota(jnp.int32, NUM_BLOCK_SPANS) + ctx.zero, TILE_K)
         sums = jnp.where(span >= WITHIN, sums, zeros(TILE_K, NUM_BLOCK_SPANS))
         least = jnp.min(sums, axis=1)
-        ctx.smem.least.at[ctx.slot, ctx.wg][...] = least
+        write(ctx.smem.least.at[ctx.slot, ctx.wg], least)
     commit_smem()
 
 
@@ -101,7 +110,7 @@ def write_later_columns(ctx: IntraKdaWarpgroup, with_pairs: bool) -> None:
     block_decay = ctx.smem.block_decay.at[ctx.wg]
     column = scaled(ctx, K, ctx.qk.k[ctx.wg]) * jnp.exp2(ctx.decay_sums(COLUMN_SUMS))
     k_to_end = column * load_per_block(block_decay, TO_CHUNK_END)
-    ctx.smem.k_to_end.at[ctx.wg][...] = k_to_end.astype(BF16)
+    write(ctx.smem.k_to_end.at[ctx.wg], k_to_end.astype(BF16))
     if with_pairs:
         store_later_columns(ctx, column)
 
@@ -116,7 +125,8 @@ def write_rows(ctx: IntraKdaWarpgroup, with_pairs: bool) -> None:
         row = scaled(ctx, which, tiles[ctx.wg]) * factor
         if with_pairs:
             store_rows(ctx, which, row)
-        tiles.at[ctx.wg][...] = (row * from_start).astype(BF16)
+        # In place: a warp reads and writes the same rows.
+        write(tiles.at[ctx.wg], (row * from_start).astype(BF16))
     if with_pairs:
         store_columns_of(ctx, scaled(ctx, K, k) * growth(sums), distance=0)
 
@@ -139,8 +149,8 @@ def further_passes(ctx: IntraKdaWarpgroup) -> None:
     """The operands of the passes behind the first, which few gates need: q and k are read again."""
     qkg = ctx.gmem.qkg
 
-    def one_pass(which_pass: Index, zero: Index) -> Index:
-        of_pass = ctx.recompute_addresses(zero)
+    def one_pass(which_pass: Index, _: None) -> None:
+        of_pass = ctx.recompute_addresses()
         bits = which_pass.astype(F32) * RANGE
         begin_pass(of_pass)
         k = load_with_layout(of_pass.qk.view(qkg.k, of_pass.wg), WGMMA)
@@ -153,10 +163,8 @@ def further_passes(ctx: IntraKdaWarpgroup) -> None:
         store_rows(of_pass, K, scaled(of_pass, K, k) * factor)
         store_columns_of(of_pass, scaled(of_pass, K, k) * growth(sums, bits), distance=0)
         end_pass(of_pass)
-        return zero & which_pass
 
-    # Another zero than the first pass has, so that no address is kept for the loop.
-    lax.fori_loop(1, ctx.num_passes(ctx.wg), one_pass, ctx.zero & ctx.slot)
+    lax.fori_loop(1, ctx.num_passes(ctx.wg), one_pass, None)
 
 
 def scaled(ctx: IntraKdaWarpgroup, which: int, x: Reg) -> Reg:

@@ -20,8 +20,8 @@ from jfla.pallas.mgpu.copies import (
     commit_smem,
     store_from_layout,
     store_tile,
-    store_transposed,
     wait_for_stores,
+    write_transposed,
 )
 from jfla.pallas.mgpu.iota import per_column, per_row
 from jfla.pallas.mgpu.layouts import COLS, ROWS
@@ -60,26 +60,23 @@ def pairs_warpgroup(ctx: IntraKdaWarpgroup, outputs: IntraKdaOutputs) -> None:
 def sum_over_channels(ctx: IntraKdaWarpgroup) -> Pairs:
     """The pairs of every block, over all tiles and passes."""
 
-    def add_tile(tile: Index, carry: tuple[Pairs, Index]) -> tuple[Pairs, Index]:
+    def add_tile(tile: Index, pairs: Pairs) -> Pairs:
         full = ctx.barriers.pairs_full.at[tile]
         plgpu.barrier_wait(full)
 
-        def add(which_pass: Index, carry: tuple[Pairs, Index]) -> tuple[Pairs, Index]:
-            pairs, zero = carry
-
+        def add(which_pass: Index, pairs: Pairs) -> Pairs:
             @pl.when(which_pass > 0)
             def _():
                 plgpu.barrier_wait(full)
 
-            pairs = add_pass(ctx, tile + zero, pairs)
+            pairs = add_pass(ctx, tile + ctx.zero, pairs)
             plgpu.barrier_arrive(ctx.barriers.pairs_empty.at[tile])
-            return pairs, zero & which_pass
+            return pairs
 
-        return lax.fori_loop(0, ctx.num_passes(tile), add, carry)
+        return lax.fori_loop(0, ctx.num_passes(tile), add, pairs)
 
     none = [zeros(CHUNK, 2 * BLOCK) for _ in range(NUM_BLOCKS)]
-    pairs, _ = lax.fori_loop(0, ctx.qk.num_tiles, add_tile, (none, ctx.zero))
-    return pairs
+    return lax.fori_loop(0, ctx.qk.num_tiles, add_tile, none)
 
 
 def add_pass(ctx: IntraKdaWarpgroup, tile: Index, pairs: Pairs) -> Pairs:
@@ -103,7 +100,7 @@ def store_a(ctx: IntraKdaWarpgroup, pairs: Pairs, outputs: IntraKdaOutputs) -> N
     a_qk = ctx.smem.a_qk
     for block in range(NUM_BLOCKS):
         x = mask_behind(pairs[block], block, Q, strictly=False)
-        store_transposed(_rows(a_qk, block), x.astype(BF16))
+        write_transposed(_rows(a_qk, block), x.astype(BF16))
     commit_smem()
     store_tile(a_qk, index.tile(outputs.a_qk))
     plgpu.barrier_wait(ctx.barriers.beta_full)
@@ -112,7 +109,7 @@ def store_a(ctx: IntraKdaWarpgroup, pairs: Pairs, outputs: IntraKdaOutputs) -> N
     lower = inverse_smem.at[zero]
     for block in range(NUM_BLOCKS):
         x = -mask_behind(pairs[block], block, K, strictly=True)
-        store_transposed(_rows(lower, block), scaled_block(x, block, scaling).astype(F16))
+        write_transposed(_rows(lower, block), scaled_block(x, block, scaling).astype(F16))
     commit_smem()
     inverse = TriangularInverse(lower, inverse_smem.at[zero + 1])
     write_a_inv(inverse, scaling, a_inv, zero)

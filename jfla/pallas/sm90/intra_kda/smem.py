@@ -16,9 +16,10 @@ from jfla.pallas.common.decay_sums import IN_BLOCK, NUM_BLOCK_SPANS, TO_NEXT_BLO
 from jfla.pallas.common.pair_passes import BLOCK, NUM_BLOCKS, passes_of
 from jfla.pallas.common.qk_tiles import QkgOperands, QkOptions, QkTiles
 from jfla.pallas.context import interpreting
-from jfla.pallas.mgpu.copies import Copies, commit_smem
+from jfla.pallas.mgpu.copies import Copies, commit_smem, prefetch_to_l2
 from jfla.pallas.mgpu.layouts import COLS
 from jfla.pallas.mgpu.mma import dot, zeros
+from jfla.pallas.mgpu.opaque import new_zero
 from jfla.pallas.mgpu.overlap import ReadyFlags
 from jfla.pallas.mgpu.scheduler import WorkTile
 from jfla.pallas.mgpu.smem import BF16, F16, F32, tile_smem, transposed
@@ -188,8 +189,8 @@ class IntraKdaWarpgroup(NamedTuple):
 
     @property
     def zero(self) -> Index:
-        """An opaque zero."""
-        return self.work_tile.zero
+        """A new opaque zero."""
+        return new_zero()
 
     @property
     def slot(self) -> Index:
@@ -206,12 +207,12 @@ class IntraKdaWarpgroup(NamedTuple):
         """Whether K has no other block."""
         return self.grid.num_blocks == 1
 
-    def recompute_addresses(self, zero: Index) -> "IntraKdaWarpgroup":
+    def recompute_addresses(self) -> "IntraKdaWarpgroup":
         """The same with addresses that depend on another opaque zero."""
+        zero = self.zero
         index = self.qk.index
         qk = self.qk._replace(index=index._replace(chunk=index.chunk + zero))
-        work_tile = self.work_tile._replace(zero=zero)
-        return self._replace(wg=self.wg + zero, work_tile=work_tile, qk=qk)
+        return self._replace(wg=self.wg + zero, qk=qk)
 
     def decay_sums(self, which: int) -> Reg:
         """[C, 64]: every token's sum of log2 decays by one of SUM_MATRICES."""
@@ -236,7 +237,10 @@ class IntraKdaWarpgroup(NamedTuple):
         plgpu.barrier_wait(self.barriers.norms)
 
     def prefetch_qk(self, part: ChunkPart, iteration: Index) -> None:
-        """Starts the copies of this warpgroup's channels of q and k, for that iteration."""
+        """Starts the copies of this warpgroup's channels of q and k, for that iteration.
+
+        g is read into registers, for which there is no room a chunk ahead: it comes near.
+        """
         tile = self.wg
         slot = iteration & 1
         barrier = self.barriers.qk_full.at[2 * tile + slot]
@@ -247,6 +251,7 @@ class IntraKdaWarpgroup(NamedTuple):
         for source, target in ((qkg.q, self.smem.q), (qkg.k, self.smem.k)):
             view = index.rows(source, self.qk.value_heads, columns)
             copies.start(view, target.at[slot, tile])
+        prefetch_to_l2(index.rows(qkg.g, self.qk.value_heads, columns))
         if self.smem.bias is not None:
             copies.start(qkg.bias.at[index.head, columns], self.smem.bias.at[slot, tile])
         if self.smem.resets is not None:
