@@ -28,7 +28,7 @@ from jfla.pallas.mgpu.copies import Copies, commit_smem, store_tile, wait_for_st
 from jfla.pallas.mgpu.iota import iota2d, iota_smem, per_column, per_row, write_iota
 from jfla.pallas.mgpu.layouts import COLS, ROWS
 from jfla.pallas.mgpu.mma import dot, zeros
-from jfla.pallas.mgpu.opaque import opaque_zero, pin
+from jfla.pallas.mgpu.opaque import pin
 from jfla.pallas.mgpu.overlap import Kernel, PendingResults, ReadyFlags
 from jfla.pallas.mgpu.scheduler import TileScheduler, WorkTile
 from jfla.pallas.mgpu.smem import F16, F32, tile_smem, transposed
@@ -82,7 +82,6 @@ class IntraGdnInputs(NamedTuple):
     q: Gmem  # [B, T, H, K] bfloat16 or float16
     k: Gmem  # [B, T, H, K] the same
     token_inputs: Gmem  # [B, HV, N, 1 or 2, C] float32: see LOG2_DECAY
-    zero: Gmem  # of `opaque_zero`
 
 
 class IntraGdnOutputs(NamedTuple):
@@ -270,7 +269,7 @@ def intra_gdn(
         @pl.when(wg < spec.wgs_per_cta)
         def _():
             write_iota(smem.vectors.iota.at[wg])
-            scheduler.for_each_tile(work_on, cta, wg, gmem.zero)
+            scheduler.for_each_tile(work_on, cta, wg)
 
         wait_for_stores()
 
@@ -280,7 +279,7 @@ def intra_gdn(
 
     kernel = Kernel(
         name="jfla_intra_gdn",
-        inputs=IntraGdnInputs(q, k, token_inputs, opaque_zero()),
+        inputs=IntraGdnInputs(q, k, token_inputs),
         outputs=_output_shapes(spec),
         num_ctas=scheduler.num_ctas,
         num_warpgroups=spec.wgs_per_cta,

@@ -9,8 +9,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jfla.pallas.context import interpreting
 from jfla.pallas.machine import on_hopper
 from jfla.pallas.mgpu.cp_async import THREADS, cp_async, wait_cp_async
-from jfla.pallas.mgpu.layouts import ROWS, TILE_ROWS, WGMMA
-from jfla.pallas.mgpu.smem import SWIZZLE_BYTES, tile_transforms, transposed
+from jfla.pallas.mgpu.layouts import ROWS, TILE_ROWS, WGMMA, WIDE
+from jfla.pallas.mgpu.moves import store_matrix, store_wide
+from jfla.pallas.mgpu.smem import transposed
 from jfla.pallas.mgpu.types import Barrier, Gmem, Layout, Reg, Smem
 
 
@@ -67,45 +68,36 @@ def _lines(ref: Gmem | Smem) -> list[Gmem | Smem]:
 
 
 def write(target_smem: Smem, x: Reg, layout: Layout | None = None) -> None:
-    """x, a tile or a line of rows, into shared memory, without the barriers that Pallas puts around such a store.
+    """x, a tile or a line of rows, into shared memory; on Hopper without the barriers that Pallas puts around it.
 
     Everything that was read there must have been committed, and so must be what is written before it is read.
     """
-    if interpreting():
+    if interpreting() or not on_hopper():
         target_smem[...] = x
-        return
-    is_line = len(x.shape) == 1
-    ref: Any = plgpu.RefType(() if is_line else tile_transforms(x.dtype))
-
-    @plgpu.inline_mgpu(arg_types=(layout or (ROWS if is_line else WGMMA), ref))
-    def store(_: Any, x: Any, target: Any) -> None:
-        if is_line:
-            x.store_untiled(target, optimized=False)
-        else:
-            x.store_tiled(target, SWIZZLE_BYTES, optimized=layout is None)
-
-    store(x, target_smem)  # pyright: ignore[reportCallIssue]: the first argument is Mosaic's
+    elif len(x.shape) == 1:
+        _write_line(target_smem, x)
+    elif layout == WIDE:
+        store_wide(target_smem, x)
+    else:
+        store_matrix(target_smem, x)
 
 
 def write_transposed(tile_smem: Smem, x: Reg) -> None:
-    """`write` of x^T into a tile."""
-    if interpreting():
-        transposed(tile_smem)[...] = x
+    """`write` of x^T into a tile. Elsewhere than on Hopper pairs of a column are brought together first."""
+    if on_hopper() and not interpreting():
+        store_matrix(tile_smem, x, transpose=True)
         return
-    ref: Any = plgpu.RefType(tile_transforms(x.dtype))
-
-    @plgpu.inline_mgpu(arg_types=(WGMMA, ref))
-    def store(_: Any, x: Any, tile: Any) -> None:
-        x.store_tiled(mosaic.memref_transpose(tile, (1, 0, 3, 2)), SWIZZLE_BYTES)
-
-    store(x, tile_smem)  # pyright: ignore[reportCallIssue]
-
-
-def store_transposed(tile_smem: Smem, x: Reg) -> None:
-    """x^T into a tile: Hopper stores transposed; elsewhere pairs of a column are brought together first."""
-    if not (on_hopper() or interpreting()):
+    if not interpreting():
         x = plgpu.layout_cast(x, plgpu.Layout.WGMMA_TRANSPOSED)
     transposed(tile_smem)[...] = x
+
+
+def _write_line(line_smem: Smem, x: Reg) -> None:
+    @plgpu.inline_mgpu(arg_types=(ROWS, plgpu.RefType()))
+    def store(_: Any, x: Any, line: Any) -> None:
+        x.store_untiled(line, optimized=False)
+
+    store(x, line_smem)  # pyright: ignore[reportCallIssue]: the first argument is Mosaic's
 
 
 def store_tile(tile_smem: Smem, target_gmem: Gmem) -> None:

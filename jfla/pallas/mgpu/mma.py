@@ -89,9 +89,7 @@ def short_dot(acc: Reg, *products: tuple[Operand, Smem], first_column: int = 0) 
     return _dot_sync(acc, products, first_column)
 
 
-def _dot_sync(
-    acc: Reg, products: Sequence[tuple[Operand, Smem]], first_column: int = 0
-) -> Reg:
+def _dot_sync(acc: Reg, products: Sequence[tuple[Operand, Smem]], first_column: int = 0) -> Reg:
     for a, b in products:
         acc = mma_sync(acc, a, b, first_column)
     return acc

@@ -1,8 +1,8 @@
 """Values that the compiler must not reason about: an opaque zero, and results pinned to where they were made.
 
 LLVM hoists whatever does not change out of a loop over tiles: addresses, masks, iotas. Each then holds a register for
-the whole kernel, and there are more of them than registers. A zero that is read from global memory, added to an index,
-makes the index depend on something that LLVM cannot know, so what is computed from it stays inside the loop.
+the whole kernel, and there are more of them than registers. A zero from an instruction that LLVM cannot look into,
+added to an index, keeps what is computed from the index where it is used; ptxas knows that it is 0.
 """
 
 from typing import Any
@@ -18,20 +18,17 @@ from jaxlib.mlir.dialects import llvm
 from jfla.pallas.context import interpreting
 
 
-def opaque_zero() -> jax.Array:
-    """On the host: [1] int32, the kernel operand that holds the zero."""
-    return jnp.zeros(1, jnp.int32)
-
-
 def pin[T](x: T) -> T:
     """x, where it is: no computation moves across, and layout inference does not search through both sides at once."""
     return lax.optimization_barrier(x)
 
 
-def new_zero() -> jax.Array:
+def opaque_zero() -> jax.Array:
+    """In a kernel: a new int32 zero."""
     if interpreting():
         return jnp.int32(0)
-    out: Any = plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), None)
+    no_layout: Any = None
+    out: Any = plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), no_layout)
 
     @plgpu.inline_mgpu(return_type=out)
     def zero(_: Any) -> Any:
@@ -39,4 +36,4 @@ def new_zero() -> jax.Array:
         zero = llvm.inline_asm(i32, [], "mov.u32 $0, 0;", "=r", has_side_effects=True)
         return mosaic.FragmentedArray.splat(zero, (), is_signed=True)
 
-    return zero()
+    return zero()  # pyright: ignore[reportCallIssue]: the first argument is Mosaic's

@@ -6,8 +6,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from jfla.pallas.mgpu.opaque import new_zero
-from jfla.pallas.mgpu.types import Gmem, Index
+from jfla.pallas.mgpu.opaque import opaque_zero
+from jfla.pallas.mgpu.types import Index
 
 
 class WorkTile(NamedTuple):
@@ -67,17 +67,15 @@ class TileScheduler(NamedTuple):
         body: Callable[[WorkTile], None],
         cta: Index,
         wg: Index,
-        zero_gmem: Gmem,
     ) -> Index:
         """Runs `body` on every tile of a warpgroup and returns the index of its last one."""
         first = self._first_index(cta, wg)
         count = self.tile_count(cta, wg)
 
-        def step(i: Index, zero: Index) -> Index:
-            body(WorkTile(first + i * self.grid_stride, i, new_zero(), self))
-            return zero
+        def step(i: Index, _: None) -> None:
+            body(WorkTile(first + i * self.grid_stride, i, opaque_zero(), self))
 
-        lax.fori_loop(0, count, step, zero_gmem[0])
+        lax.fori_loop(0, count, step, None)
         return first + (count - 1) * self.grid_stride
 
     def _first_index(self, cta: Index, wg: Index) -> Index:

@@ -10,7 +10,7 @@ import numpy as np
 from jax.experimental.mosaic import gpu as mosaic
 from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith
+from jaxlib.mlir.dialects import arith, llvm
 
 from jfla.pallas.mgpu.layouts import TILE_ROWS
 
@@ -27,12 +27,26 @@ class Thread:
     """A thread's warp in its warpgroup, and its place in a part."""
 
     def __init__(self) -> None:
-        thread = mosaic.thread_idx()
+        # Read anew: LLVM would hoist what follows from a shared index, and ptxas would spill it.
+        thread = _new_thread_idx()
         lane = arith.remui(thread, i32(32))
+        self.lane = lane
         self.warp = arith.remui(arith.divui(thread, i32(32)), i32(NUM_WARPS))
         self.row = arith.divui(lane, i32(4))
         self.pair = arith.remui(lane, i32(4))
         self.column = arith.muli(self.pair, i32(2))
+
+    def of_warp(self, numbers: tuple[int, ...]) -> Scalar:
+        """Of four numbers below 256 that of this thread's warp."""
+        if numbers == tuple(range(NUM_WARPS)):
+            return self.warp
+        packed = i32(sum(number << (8 * warp) for warp, number in enumerate(numbers)))
+        return arith.andi(arith.shrui(packed, arith.muli(self.warp, i32(8))), i32(255))
+
+
+def _new_thread_idx() -> Scalar:
+    i32 = ir.IntegerType.get_signless(32)
+    return llvm.inline_asm(i32, [], "mov.u32 $0, %tid.x;", "=r", has_side_effects=True)
 
 
 def i32(x: int) -> Scalar:

@@ -15,7 +15,8 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 
 from jfla.pallas.context import interpreting
 from jfla.pallas.mgpu.layouts import TILE_ROWS, WGMMA
-from jfla.pallas.mgpu.smem import F32, SWIZZLE_BYTES, tile_transforms
+from jfla.pallas.mgpu.moves import store_matrix
+from jfla.pallas.mgpu.smem import F32
 from jfla.pallas.mgpu.thread import (
     BLOCK_ROWS,
     HALVES,
@@ -62,26 +63,13 @@ def load_per_block(vectors_smem: Smem, first: int) -> Reg:
 
 def store_blocks(x: Reg, rows_smem: Smem, positions: tuple[int, int, int, int]) -> None:
     """Block w of x [64, 64], of 16 bits, to the rows of block `positions[w]` of a tile [rows, 64]."""
-    if interpreting():
-        for block, position in enumerate(positions):
-            rows = x[block * BLOCK_ROWS : (block + 1) * BLOCK_ROWS]
-            first = position * BLOCK_ROWS
-            rows_smem[first : first + BLOCK_ROWS] = rows
+    if not interpreting():
+        store_matrix(rows_smem, x, positions=positions)
         return
-    tile: Any = plgpu.RefType(tile_transforms(rows_smem.dtype))
-
-    @plgpu.inline_mgpu(arg_types=(WGMMA, tile))
-    def store(_: Any, x: Fragments, rows: Any) -> None:
-        # By how many blocks a warp's own is moved, from where a store of the tile would put it: a byte each.
-        moves = [position - block for block, position in enumerate(positions)]
-        packed = i32(sum(move << (8 * block) for block, move in enumerate(moves)))
-        move = arith.shrui(packed, arith.muli(Thread().warp, i32(8)))
-        groups = arith.muli(arith.andi(move, i32(255)), i32(BLOCK_ROWS // PART))
-        first = arith.index_cast(ir.IndexType.get(), groups)
-        moved = mosaic.memref_slice(rows, mosaic.ds(first, TILE_ROWS // PART))
-        x.store_tiled(moved, SWIZZLE_BYTES)
-
-    store(x, rows_smem)  # pyright: ignore[reportCallIssue]
+    for block, position in enumerate(positions):
+        rows = x[block * BLOCK_ROWS : (block + 1) * BLOCK_ROWS]
+        first = position * BLOCK_ROWS
+        rows_smem[first : first + BLOCK_ROWS] = rows
 
 
 def store_columns(x: Reg, vectors_smem: Smem) -> None:

@@ -51,7 +51,6 @@ class GradsGdnInputs(NamedTuple):
     qk: FactoredQK
     token_scalars: Gmem  # [B, HV, N, 1 or 3, C] float32: see `intra_gdn.LOG2_CUM`
     scans: ScanResults
-    zero: Gmem  # opaque zero
 
 
 class SharedStorage(NamedTuple):
@@ -271,14 +270,14 @@ def grads_gdn(
     ) -> None:
         del barriers
         index = grid(lax.axis_index("cta"))
-        run_chunk(GradsGdnCta(options, index, heads, gmem, smem, gmem.zero[0]), out_gmem)
+        run_chunk(GradsGdnCta(options, index, heads, gmem, smem, opaque_zero()), out_gmem)
 
     shape = jax.ShapeDtypeStruct
     dx = shape((batch, time, heads, key_dim), F32 if options.qk_norm else out_dtype)
     of_tokens = shape((*grid, CHUNK), F32)
     return launch(
         body,
-        GradsGdnInputs(qk, token_scalars, scans, opaque_zero()),
+        GradsGdnInputs(qk, token_scalars, scans),
         KernelGrads(dx, dx, of_tokens, of_tokens),
         grid={"cta": grid.num_tiles},
         num_warpgroups=1,

@@ -303,14 +303,14 @@ def grads_kda(
             square_norms=smem.lines.at[pl.ds(SQUARE_NORMS, 2)],
             first=part.first_tile,
         )
-        run_chunk(GradsKdaCta(qk, gmem, smem, gmem.zero[0]), out_gmem)
+        run_chunk(GradsKdaCta(qk, gmem, smem, opaque_zero()), out_gmem)
 
     shape = jax.ShapeDtypeStruct
     per_channel = (batch, time, heads, key_dim)
     dx = shape(per_channel, F32 if options.qk_norm else out_dtype)
     return launch(
         body,
-        GradsKdaInputs(operands, scans, opaque_zero()),
+        GradsKdaInputs(operands, scans),
         KernelGrads(dx, dx, shape(per_channel, F32), shape((*grid, CHUNK), F32)),
         grid={"cta": parts.num_parts},
         num_warpgroups=1,

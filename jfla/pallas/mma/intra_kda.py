@@ -24,7 +24,7 @@ from jfla.pallas.mgpu.copies import (
     commit_smem,
     store_from_layout,
     store_tile,
-    store_transposed,
+    write_transposed,
 )
 from jfla.pallas.mgpu.iota import iota_smem, per_column, per_row, write_iota
 from jfla.pallas.mgpu.layouts import COLS, ROWS
@@ -45,7 +45,6 @@ class IntraKdaInputs(NamedTuple):
 
     qkg: QkgOperands
     beta: Gmem  # [B, HV, N, 1, C], or None where the caller has the A matrices
-    zero: Gmem  # opaque zero
 
 
 class IntraKdaOutputs(NamedTuple):
@@ -179,10 +178,10 @@ def store_a(ctx: IntraKdaCta, pairs: list[Pairs], out_gmem: IntraChunk) -> None:
     for block, (qk, kk) in enumerate(pairs):
         zero = zeros(CHUNK, BLOCK)
         qk = jnp.where(kda_blocks.causal_columns(block, strictly=False), qk, zero)
-        store_transposed(kda_blocks.block_rows(a_qk_smem, block), qk.astype(BF16))
+        write_transposed(kda_blocks.block_rows(a_qk_smem, block), qk.astype(BF16))
         kk = jnp.where(kda_blocks.causal_columns(block, strictly=True), kk, zero)
         kk = scaled_block(ctx, block, -kk)
-        store_transposed(kda_blocks.block_rows(smem.lower, block), kk.astype(F16))
+        write_transposed(kda_blocks.block_rows(smem.lower, block), kk.astype(F16))
     commit_smem()
     store_tile(a_qk_smem, ctx.index.tile(out_gmem.a_qk))
     inverse = TriangularInverse(smem.lower, smem.inverse_work)
@@ -251,11 +250,11 @@ def intra_kda(
         del barriers, ready_flags
         index = grid(cta)
         qk = QkTiles(options, index, value_heads, num_tiles, smem.q, smem.k, smem.square_norms)
-        run_chunk(IntraKdaCta(qk, gmem, smem, gmem.zero[0]), out_gmem)
+        run_chunk(IntraKdaCta(qk, gmem, smem, opaque_zero()), out_gmem)
 
     kernel = Kernel(
         name="jfla_intra_kda_mma",
-        inputs=IntraKdaInputs(operands, beta, opaque_zero()),
+        inputs=IntraKdaInputs(operands, beta),
         outputs=_output_shapes(grid, key_dim, beta is not None),
         num_ctas=grid.num_tiles,
         num_warpgroups=1,

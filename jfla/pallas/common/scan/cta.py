@@ -29,11 +29,13 @@ from jfla.pallas.mgpu.copies import (
     load_with_layout,
     store_from_layout,
     store_tile,
-    store_transposed,
     wait_for_stores,
+    write,
+    write_transposed,
 )
 from jfla.pallas.mgpu.layouts import WGMMA
 from jfla.pallas.mgpu.mma import zeros
+from jfla.pallas.mgpu.opaque import opaque_zero
 from jfla.pallas.mgpu.overlap import ReadyFlags
 from jfla.pallas.mgpu.smem import transposed
 from jfla.pallas.mgpu.types import Barrier, Gmem, Index, Reg, Smem
@@ -102,7 +104,7 @@ class ScanCta(NamedTuple):
         the loop, and have no registers for them.
         """
         if self.config.stages == 1:
-            return zero & i
+            return zero
         return lax.rem(i, jnp.int32(self.config.stages))
 
     def state_index(self, wg: Index) -> tuple[Index, ...]:
@@ -143,8 +145,8 @@ class ScanCta(NamedTuple):
 
     def run_consumer(self, wg: Index) -> None:
         """Scans all chunks of this CTA with the state in registers."""
+        few_registers = self.smem.state is not None
         if self.config.has_producer:
-            few_registers = self.smem.state is not None
             plgpu.set_max_registers(248 if few_registers else 232, action="increase")
         else:
             self.start_first_copies()
@@ -154,19 +156,18 @@ class ScanCta(NamedTuple):
             first = self.gmem.initial.at[self.state_index(wg)]
             state = load_with_layout(first, WGMMA)
 
-        def step(i: Index, carry: tuple[Reg, Index]) -> tuple[Reg, Index]:
-            state, zero = carry
+        def step(i: Index, state: Reg) -> Reg:
+            zero = opaque_zero() if few_registers else 0
             if self.checkpoints is not None:
                 self.store_checkpoint(i, state, wg + zero)
             if self.gmem.added is not None:
                 state = self.with_added(i, state, wg + zero)
-            return self.consume_chunk(i, state, wg + zero, zero), zero & i
+            return self.consume_chunk(i, state, wg + zero, zero)
 
-        zero = jnp.int32(0) if self.gmem.zero is None else self.gmem.zero[0]
         if self.stores_groups:
-            state, _ = self.scan_groups(step, (state, zero), wg)
+            state = self.scan_groups(step, state, wg)
         else:
-            state, _ = lax.fori_loop(*self.steps, step, (state, zero))
+            state = lax.fori_loop(*self.steps, step, state)
         if self.last is not None and not self.stores_groups:
             self.store_last(state, wg)
         wait_for_stores()
@@ -176,21 +177,21 @@ class ScanCta(NamedTuple):
         """Whether the state goes to the caller after every group of chunks."""
         return self.spec.last == "caller" and self.spec.group_chunks is not None
 
-    def scan_groups(self, step: Any, carry: tuple[Reg, Index], wg: Index) -> tuple[Reg, Index]:
+    def scan_groups(self, step: Any, state: Reg, wg: Index) -> Reg:
         """Scans group by group, and stores the state after each.
 
         Two loops: in one over all chunks, the condition of the store spills four registers with K = 256.
         """
         group_chunks = jnp.int32(self.spec.group_chunks)
 
-        def scan_group(group: Index, carry: tuple[Reg, Index]) -> tuple[Reg, Index]:
+        def scan_group(group: Index, state: Reg) -> Reg:
             first = group * group_chunks
             end = jnp.minimum(first + group_chunks, self.spec.n_chunks)
-            state, zero = lax.fori_loop(first, end, step, carry)
+            state = lax.fori_loop(first, end, step, state)
             self.store_for_caller(self.last.at[self.index.batch, group], state, wg)
-            return state, zero
+            return state
 
-        return lax.fori_loop(0, self.spec.num_groups, scan_group, carry)
+        return lax.fori_loop(0, self.spec.num_groups, scan_group, state)
 
     def with_added(self, i: Index, state: Reg, wg: Index) -> Reg:
         """In reverse: the state and what is added to it where a group of chunks ends."""
@@ -219,9 +220,9 @@ class ScanCta(NamedTuple):
             tile = self.smem.staging[which].at[wg]
             spec = self.spec.stores[which]
             if is_state(spec):
-                tile[...] = x.astype(spec.dtype)
+                write(tile, x.astype(spec.dtype))
             else:
-                store_transposed(tile, x.astype(spec.dtype))
+                write_transposed(tile, x.astype(spec.dtype))
 
         state = self.spec.step(state, self.tiles(stage, wg), store)
         # Orders this chunk's reads of shared memory before the copies that refill its stage, too.

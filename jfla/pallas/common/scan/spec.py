@@ -17,7 +17,6 @@ from jfla.pallas.common.chunk_index import TILE_V, TimeSpan
 from jfla.pallas.common.token_decay import TokenDecay, decay_smem
 from jfla.pallas.heuristics import HOPPER_SMEM_BYTES
 from jfla.pallas.machine import on_hopper
-from jfla.pallas.mgpu.opaque import opaque_zero
 from jfla.pallas.mgpu.smem import F32, num_bytes, tile_smem
 from jfla.pallas.mgpu.types import Barrier, Gmem, MemorySpec, Reg, Smem
 from jfla.stages import QK, FactoredQK, IntraChunk
@@ -88,7 +87,6 @@ class GmemOperands(NamedTuple):
 
     chunks: TmaOperands
     initial: Gmem  # [B, HV, splits, V, K] float32; None begins from zeros
-    zero: Gmem  # [1], an opaque zero, where registers are few; else None
     span: TimeSpan | None = (
         None  # then `initial` has every span's state, or is written with the last one
     )
@@ -122,9 +120,7 @@ def gmem_operands(
     )
     if not queries:
         chunks = chunks._replace(q_from_start=None, a_qk=None)
-    few_registers = qk.key_dim > MAX_K_IN_REGISTERS
-    zero = opaque_zero() if few_registers else None
-    return GmemOperands(chunks, initial, zero, span, added, segments)
+    return GmemOperands(chunks, initial, span, added, segments)
 
 
 def segment_table(first_chunk: Int[Array, "B S_plus_1"]) -> Int[Array, "B S 3"]:

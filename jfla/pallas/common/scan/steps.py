@@ -21,7 +21,7 @@ from jfla.pallas.common.chunk_index import TimeSpan
 from jfla.pallas.common.scan.pipeline import scan_kernel
 from jfla.pallas.common.scan.spec import ChunkTiles, ScanConfig, ScanSpec, Store, gmem_operands
 from jfla.pallas.common.token_decay import times
-from jfla.pallas.mgpu.copies import commit_smem
+from jfla.pallas.mgpu.copies import commit_smem, write
 from jfla.pallas.mgpu.mma import dots, dots_while, load, zeros
 from jfla.pallas.mgpu.overlap import PendingResults, run
 from jfla.pallas.mgpu.smem import F32, transposed
@@ -49,7 +49,7 @@ def _state_operand(
     if tiles.state is None:
         return state16, lambda: None if store is None else store(0, state16)
     if store is None:
-        tiles.state[...] = state16
+        write(tiles.state, state16)
     else:
         store(0, state16)  # its staging tile is tiles.state
     commit_smem()

@@ -17,7 +17,6 @@ from jfla.pallas.common.qk_tiles import K, Q, QkOptions
 from jfla.pallas.common.results import KernelGrads
 from jfla.pallas.mgpu.iota import write_iota
 from jfla.pallas.mgpu.launch import launch
-from jfla.pallas.mgpu.opaque import opaque_zero
 from jfla.pallas.mgpu.scheduler import TileScheduler, WorkTile
 from jfla.pallas.mgpu.smem import F32
 from jfla.pallas.mgpu.types import Gmem, Index
@@ -172,14 +171,14 @@ def grads_gdn(
             plgpu.set_max_registers(232, action="increase")
             write_iota(smem.iota.at[wg])
             consume = lambda work: run_consumer(context(work), out_gmem)
-            scheduler.for_each_tile(consume, cta, 0, gmem.zero)
+            scheduler.for_each_tile(consume, cta, 0)
             plgpu.wait_smem_to_gmem(0)
 
         @pl.when(wg == GDN_CONSUMERS)
         def _():
             plgpu.set_max_registers(40, action="decrease")
             produce = lambda work: run_producer(context(work))
-            scheduler.for_each_tile(produce, cta, 0, gmem.zero)
+            scheduler.for_each_tile(produce, cta, 0)
             drain_producer(barriers, scheduler.tile_count(cta), spec.v_tiles, stages)
 
     batch, time, heads, _ = scans.v_new.shape
@@ -188,7 +187,7 @@ def grads_gdn(
     shapes = result_shapes((batch, time, heads, key_dim), n_chunks, options, out_dtype)
     outputs = launch(
         body,
-        GradsGdnInputs(qk.q, qk.k, scans, qk.factors, token_scalars, opaque_zero(), span),
+        GradsGdnInputs(qk.q, qk.k, scans, qk.factors, token_scalars, span),
         shapes if span is None else None,
         grid={"cta": scheduler.num_ctas},
         num_warpgroups=GDN_CONSUMERS + 1,

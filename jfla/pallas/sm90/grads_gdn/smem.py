@@ -51,7 +51,6 @@ class GradsGdnInputs(NamedTuple):
     scans: ScanResults
     factors: Gmem  # [B, HV, N, 4, C] float32: see `FactoredQK`
     token_scalars: Gmem  # [B, HV, N, 1 or 3, C] float32: see `intra_gdn.LOG2_CUM`
-    zero: Gmem  # of `opaque_zero`
     span: TimeSpan | None
 
 

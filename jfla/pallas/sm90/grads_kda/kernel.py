@@ -18,7 +18,6 @@ from jfla.pallas.common.qk_tiles import QkgOperands, QkOptions
 from jfla.pallas.common.results import KernelGrads
 from jfla.pallas.mgpu.copies import prefetch_to_l2
 from jfla.pallas.mgpu.launch import launch
-from jfla.pallas.mgpu.opaque import opaque_zero
 from jfla.pallas.mgpu.scheduler import TileScheduler, WorkTile
 from jfla.pallas.mgpu.smem import BF16, F16, F32
 from jfla.pallas.mgpu.types import Gmem, Index
@@ -164,7 +163,7 @@ def grads_kda(
             plgpu.set_max_registers(240, action="increase")
             plgpu.barrier_wait(barriers.matrices_full)
             consume = lambda work: run_consumer(context(work), out_gmem)
-            scheduler.for_each_tile(consume, cta, 0, gmem.zero)
+            scheduler.for_each_tile(consume, cta, 0)
             plgpu.wait_smem_to_gmem(0)
 
         @pl.when(wg == KDA_CONSUMERS)
@@ -172,7 +171,7 @@ def grads_kda(
             plgpu.set_max_registers(24, action="decrease")
             load_matrices(gmem, smem, barriers.matrices_full)
             produce = lambda work: run_producer(context(work))
-            scheduler.for_each_tile(produce, cta, 0, gmem.zero)
+            scheduler.for_each_tile(produce, cta, 0)
             drain_producer(barriers, scheduler.tile_count(cta), spec.v_tiles, stages)
 
     time = scans.v_new.shape[1]
@@ -185,7 +184,6 @@ def grads_kda(
         stack_matrices(F16, *SUM_MATRICES),
         stack_matrices(F16, block_spans())[0],
         stack_matrices(BF16, AFTER)[0],
-        opaque_zero(),
     )
     return launch(
         body,

@@ -29,7 +29,7 @@ from jfla.pallas.heuristics import HOPPER_SMEM_BYTES
 from jfla.pallas.mgpu.iota import per_row
 from jfla.pallas.mgpu.layouts import ROWS
 from jfla.pallas.mgpu.mma import dot, dots, zeros
-from jfla.pallas.mgpu.opaque import new_zero, pin
+from jfla.pallas.mgpu.opaque import opaque_zero, pin
 from jfla.pallas.mgpu.scheduler import WorkTile
 from jfla.pallas.mgpu.smem import BF16, F16, F32, num_bytes, tile_smem, transposed
 from jfla.pallas.mgpu.types import Barrier, Gmem, Index, MemorySpec, Reg, Smem
@@ -53,7 +53,6 @@ class GradsKdaOperands(NamedTuple):
     sum_matrices: Gmem  # SUM_MATRICES, float16
     block_spans: Gmem  # [NUM_BLOCK_SPANS, C] float16: see `decay_sums.block_spans`
     after: Gmem  # `decay_sums.AFTER`, bfloat16
-    zero: Gmem  # opaque zero
 
 
 class GradsKdaSpec(NamedTuple):
@@ -126,7 +125,7 @@ class GradsKdaWarpgroup(NamedTuple):
     @property
     def zero(self) -> Index:
         """A new opaque zero."""
-        return new_zero()
+        return opaque_zero()
 
     def recompute_addresses(self) -> "GradsKdaWarpgroup":
         """The same with addresses that depend on another opaque zero."""

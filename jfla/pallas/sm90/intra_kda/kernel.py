@@ -20,7 +20,6 @@ from jfla.pallas.common.chunk_index import CHANNEL_BLOCK, TILE_K, ChunkGrid, Par
 from jfla.pallas.common.decay_sums import block_spans, stack_matrices
 from jfla.pallas.common.qk_tiles import QkgOperands, QkOptions, QkTiles
 from jfla.pallas.common.results import IntraResults
-from jfla.pallas.mgpu.opaque import opaque_zero
 from jfla.pallas.mgpu.overlap import Kernel, PendingResults, ReadyFlags
 from jfla.pallas.mgpu.scheduler import TileScheduler, WorkTile
 from jfla.pallas.mgpu.smem import BF16, F16, F32
@@ -106,9 +105,7 @@ def intra_kda(
     spans = stack_matrices(F16, block_spans())[0]
     kernel = Kernel(
         name="jfla_intra_kda",
-        inputs=IntraKdaOperands(
-            gmem, beta if inverts else None, sum_matrices, spans, opaque_zero()
-        ),
+        inputs=IntraKdaOperands(gmem, beta if inverts else None, sum_matrices, spans),
         outputs=_output_shapes(grid, key_dim, with_pairs),
         num_ctas=scheduler.num_ctas,
         num_warpgroups=num_tiles + with_pairs,
@@ -175,7 +172,7 @@ def _run_channel_warpgroup(
     def step(work_tile: WorkTile) -> None:
         channel_warpgroup(ctx_at(work_tile), outputs)
 
-    scheduler.for_each_tile(step, cta, 0, gmem.zero)
+    scheduler.for_each_tile(step, cta, 0)
     finish(first, outputs)
 
 
@@ -191,7 +188,7 @@ def _run_pairs_warpgroup(
     def step(work_tile: WorkTile) -> None:
         pairs_warpgroup(ctx_at(work_tile), outputs)
 
-    last = scheduler.for_each_tile(step, cta, 0, first.gmem.zero)
+    last = scheduler.for_each_tile(step, cta, 0)
     for tile in range(first.qk.num_tiles):
         plgpu.barrier_wait(barriers.pairs_full.at[tile])
     first.ready_flags.signal(first.grid(last).index)

@@ -19,7 +19,7 @@ from jfla.pallas.context import interpreting
 from jfla.pallas.mgpu.copies import Copies, commit_smem, prefetch_to_l2
 from jfla.pallas.mgpu.layouts import COLS
 from jfla.pallas.mgpu.mma import dot, zeros
-from jfla.pallas.mgpu.opaque import new_zero
+from jfla.pallas.mgpu.opaque import opaque_zero
 from jfla.pallas.mgpu.overlap import ReadyFlags
 from jfla.pallas.mgpu.scheduler import WorkTile
 from jfla.pallas.mgpu.smem import BF16, F16, F32, tile_smem, transposed
@@ -56,7 +56,6 @@ class IntraKdaOperands(NamedTuple):
     beta: Gmem  # [B, HV, N, 1, C], or None where the kernel inverts nothing
     sum_matrices: Gmem  # SUM_MATRICES, float16
     block_spans: Gmem  # [NUM_BLOCK_SPANS, C] float16: see `decay_sums.block_spans`
-    zero: Gmem  # opaque zero
 
 
 class IntraKdaOutputs(NamedTuple):
@@ -190,7 +189,7 @@ class IntraKdaWarpgroup(NamedTuple):
     @property
     def zero(self) -> Index:
         """A new opaque zero."""
-        return new_zero()
+        return opaque_zero()
 
     @property
     def slot(self) -> Index:

@@ -15,7 +15,7 @@ from jfla.pallas.common.beta_scaling import (
 )
 from jfla.pallas.common.chunk_index import ChunkIndex
 from jfla.pallas.common.qk_tiles import K, Q
-from jfla.pallas.mgpu.copies import commit_smem, store_transposed
+from jfla.pallas.mgpu.copies import commit_smem, write_transposed
 from jfla.pallas.mgpu.launch import launch
 from jfla.pallas.mgpu.layouts import WGMMA
 from jfla.pallas.mgpu.opaque import opaque_zero
@@ -31,7 +31,6 @@ class SumBlocksInputs(NamedTuple):
 
     block_sums: Gmem  # [B, HV, N, blocks, 2, C, C] float32: terms of (q D k^T)^T and (k D k^T)^T
     beta: Gmem  # [B, HV, N, 1, C] float32
-    zero: Gmem  # opaque zero
 
 
 class SharedStorage(NamedTuple):
@@ -55,7 +54,7 @@ def sum_blocks(block_sums: jax.Array, beta: jax.Array) -> IntraChunk:
         beta_full: Barrier,
     ) -> None:
         index = ChunkIndex(*map(lax.axis_index, ("sequence", "head", "chunk")))
-        zero = gmem.zero[0]
+        zero = opaque_zero()
         plgpu.copy_gmem_to_smem(index.tile(gmem.beta).at[0], smem.beta_scaling.at[0], beta_full)
         terms = index.tile(gmem.block_sums)
 
@@ -64,14 +63,14 @@ def sum_blocks(block_sums: jax.Array, beta: jax.Array) -> IntraChunk:
             loaded = [plgpu.load(x, layout=WGMMA, optimized=False) for x in blocks]
             return functools.reduce(jnp.add, loaded)
 
-        store_transposed(smem.a_qk, total(Q).astype(BF16))
+        write_transposed(smem.a_qk, total(Q).astype(BF16))
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(smem.a_qk, index.tile(intra_gmem.a_qk))
         plgpu.barrier_wait(beta_full)
         write_beta_scaling(smem.beta_scaling.at[0], smem.beta_scaling)
         plgpu.commit_smem()
         lower = scale_rows_and_columns(-total(K), smem.beta_scaling, zero, inverse=True)
-        store_transposed(smem.lower, lower.astype(F16))
+        write_transposed(smem.lower, lower.astype(F16))
         commit_smem()
         inverse = TriangularInverse(smem.lower, smem.work)
         write_a_inv(inverse, smem.beta_scaling, smem.a_inv, zero)
@@ -81,7 +80,7 @@ def sum_blocks(block_sums: jax.Array, beta: jax.Array) -> IntraChunk:
     square: Gmem = jax.ShapeDtypeStruct((batch, heads, n_chunks, CHUNK, CHUNK), BF16)
     return launch(
         body,
-        SumBlocksInputs(block_sums, beta, opaque_zero()),
+        SumBlocksInputs(block_sums, beta),
         IntraChunk(square, square),
         grid={"chunk": n_chunks, "head": heads, "sequence": batch},
         num_warpgroups=1,
