@@ -7,6 +7,7 @@ holds are kept, so that several calls can share the work.
 """
 
 import argparse
+import concurrent.futures
 import functools
 import os
 import pathlib
@@ -60,26 +61,30 @@ def config_of(op: Any, model: str, remat: str) -> nn.DeltaLMConfig:
     )
 
 
-def measured(op: Any, model: str, length: int, remat: str) -> Record:
+def compiled(op: Any, model: str, length: int, remat: str) -> Any:
+    """The program of a row."""
+    made = nnx.eval_shape(lambda: nn.DeltaLM(config_of(op, model, remat), rngs=nnx.Rngs(0)))
+    graph, params = nnx.split(made)
+    optimizer = _adamw()
+    state = (params, jax.eval_shape(optimizer.init, params))
+    tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)
+    return _step.lower(graph, optimizer, state, tokens).compile()
+
+
+def measured(op: Any, model: str, length: int, remat: str, program: Any) -> Record:
     """A row: peak, what a block keeps, and the time of a step, or why there is none."""
     config = config_of(op, model, remat)
     made = nnx.eval_shape(lambda: nn.DeltaLM(config, rngs=nnx.Rngs(0)))
-    graph, params = nnx.split(made)
-    optimizer = _adamw()
     tokens = jnp.zeros((1, length), jnp.int32)
-    state = (params, jax.eval_shape(optimizer.init, params))
-    start = time.monotonic()
-    program = _step.lower(graph, optimizer, state, tokens).compile()
     row: Record = {"op": op, "model": model, "time": length, "remat": remat}
-    row["parameters"] = sum(x.size for x in jax.tree.leaves(params))
-    row["compile_seconds"] = round(time.monotonic() - start, 1)
+    row["parameters"] = sum(x.size for x in jax.tree.leaves(nnx.state(made)))
     peak = _peak_bytes(program)
     row["peak_mib"] = round(peak / MIB, 1)
     row["kept_mib"] = round(_kept_bytes(config, length) / MIB, 2)
     limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", float("inf"))
     if peak > FITS * limit:
         return row | {"refused": "does not fit"}
-    return row | _run(program, config, optimizer, tokens)
+    return row | _run(program, config, _adamw(), tokens)
 
 
 @functools.cache  # one object: what is compiled with it serves every row
@@ -108,10 +113,10 @@ def _step(
     return (optax.apply_updates(params, updates), opt_state), loss
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
 def _drawn(config: nn.DeltaLMConfig, optimizer: optax.GradientTransformation) -> tuple[Any, Any]:
+    """Parameters, not jitted: as one program their random numbers take XLA minutes to compile."""
     params = nnx.state(nn.DeltaLM(config, rngs=nnx.Rngs(0)))
-    return params, optimizer.init(params)
+    return params, jax.jit(optimizer.init)(params)
 
 
 def _kept_bytes(config: nn.DeltaLMConfig, length: int) -> int:
@@ -166,20 +171,26 @@ def measure(
     """Measures what the record at `path` lacks; no case is begun after `budget` seconds."""
     began = time.monotonic()
     record = records.continued(path, records.head(commit) | {"vocab": VOCAB, "rows": []})
-    for case in cases:
-        model, length = case.split(":")
-        for remat in REMAT:
-            key = (op, model, int(length), remat)
-            if key in [_key(row) for row in record["rows"]]:
-                continue
-            if time.monotonic() - began > budget:
-                say(f"no time left for {key}")
-                continue
-            row = measured(*key)
-            record["rows"].append(row)
-            records.write(path, record)
-            say(str(row))
+    kept = [_key(row) for row in record["rows"]]
+    keys = [(op, model, int(length), remat) for model, length in _split(cases) for remat in REMAT]
+    todo = [key for key in keys if key not in kept]
+    # All side by side, before anything is timed: a program of 24 layers takes XLA minutes.
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        programs = list(pool.map(lambda key: compiled(*key), todo))
+    say(f"compiled {len(programs)} programs")
+    for key, program in zip(todo, programs):
+        if time.monotonic() - began > budget:
+            say(f"no time left for {key}")
+            continue
+        row = measured(*key, program)
+        record["rows"].append(row)
+        records.write(path, record)
+        say(str(row))
     return record
+
+
+def _split(cases: list[str]) -> list[list[str]]:
+    return [case.split(":") for case in cases]
 
 
 def _key(row: Record) -> tuple[Any, ...]:

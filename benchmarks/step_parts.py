@@ -52,24 +52,26 @@ def parts(
 
 def op_calls(model: nn.DeltaLM, tokens: Int[Array, "B T"]) -> list[Any]:
     """What every layer's op gets: (q, k, v, gate's input, logits of beta), the gate; and a cotangent of its output."""
-    graph, state = nnx.split(model)
+    x = model.embed(tokens).astype(model.config.dtype)
+    calls = []
+    for block in model.blocks:
+        call, x = _call_and_output(*nnx.split(block), x)
+        calls.append(call)
+    return jax.block_until_ready(calls)
 
-    @jax.jit
-    def made(state: Any) -> list[Any]:
-        model = nnx.merge(graph, state)
-        found = []
-        for block, x in zip(model.blocks, model.hidden_states(tokens)):
-            mixer: Any = block.mixer
-            x = block.mixer_norm(x)
-            q, _ = mixer.q_conv(mixer.q_proj(x))
-            k, _ = mixer.k_conv(mixer.k_proj(x))
-            v, _ = mixer.v_conv(mixer.v_proj(x))
-            d_output = jax.random.normal(jax.random.key(0), v.shape, v.dtype)
-            arrays = (q, k, v, mixer._decay_input(x), mixer.b_proj(x))
-            found.append(((arrays, mixer._gate()), d_output))
-        return found
 
-    return jax.block_until_ready(made(state))
+@functools.partial(jax.jit, static_argnums=0)
+def _call_and_output(graph: Any, state: Any, x: Array) -> tuple[Any, Array]:
+    """Of a block: what its op gets and a cotangent; and what leaves the block. Blocks of one kind share a program."""
+    block = nnx.merge(graph, state)
+    mixer: Any = block.mixer
+    y = block.mixer_norm(x)
+    q, _ = mixer.q_conv(mixer.q_proj(y))
+    k, _ = mixer.k_conv(mixer.k_proj(y))
+    v, _ = mixer.v_conv(mixer.v_proj(y))
+    d_output = jax.random.normal(jax.random.key(0), v.shape, v.dtype)
+    arrays = (q, k, v, mixer._decay_input(y), mixer.b_proj(y))
+    return ((arrays, mixer._gate()), d_output), block(x, None, None)[0]
 
 
 def _forward_and_backward(model: nn.DeltaLM, call: Any) -> Any:

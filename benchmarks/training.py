@@ -11,6 +11,7 @@ matrix products are float32 at JAX's default precision, which on a GPU is TF32.
 """
 
 import argparse
+import concurrent.futures
 import contextlib
 import dataclasses
 import functools
@@ -185,7 +186,7 @@ class Trainer:
         self._model = model
         self._text = text
         self._say = say
-        self._compiled: dict[tuple[Op, str], Any] = {}
+        self._compiled: dict[tuple[Op, str], concurrent.futures.Future[tuple[Any, float]]] = {}
 
     def has(self, op: Op, variant: Variant) -> bool:
         """Whether the record holds this run whole."""
@@ -199,25 +200,30 @@ class Trainer:
             return
         graph = graph_of(model, op, variant)
         state = begun(model, op, jax.random.key(variant.seed))
-        first = self._rows(0)
-        start = time.monotonic()
-        program = self._program(op, variant, graph, state, first)
+        program, seconds = self._compiled[op, variant.dtype].result()
         run: Record = {"op": op, "variant": variant.name, "implementation": variant.implementation}
         run |= {"dtype": variant.dtype, "seed": variant.seed, "steps": 0, "bits": []}
-        run["compile_seconds"] = round(time.monotonic() - start, 1)
+        run["compile_seconds"] = round(seconds, 1)
         run["parameters"] = sum(x.size for x in jax.tree.leaves(state[0]))
         run["flops_per_token"] = flops_per_token(model, op, state[0])
         state = self._steps(run, program, state, until)
         if variant.name == "kernels" and run["steps"] > model.every:
             self._parts(op, variant, nnx.merge(graph, state[0]), state[1], run)
 
-    def _program(self, op: Op, variant: Variant, *arguments: Any) -> Any:
-        graph, state, tokens = arguments
-        key = (op, variant.dtype)
-        if key not in self._compiled:
-            lowered = advance.lower(graph, self._model.optimizer(), state, tokens)
-            self._compiled[key] = lowered.compile()
-        return self._compiled[key]
+    def compile(self, todo: list[tuple[Op, Variant]]) -> None:
+        """Compiles every program of some runs, side by side, and waits for them: nothing else is then timed."""
+        kinds: dict[tuple[Op, str], tuple[Op, Variant]]
+        kinds = {(op, variant.dtype): (op, variant) for op, variant in todo}
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            self._compiled = {key: pool.submit(self._program, *kinds[key]) for key in kinds}
+
+    def _program(self, op: Op, variant: Variant) -> tuple[Any, float]:
+        """The compiled steps, and the seconds it took, others beside it."""
+        start = time.monotonic()
+        graph = graph_of(self._model, op, variant)
+        state = jax.eval_shape(functools.partial(begun, self._model, op), jax.random.key(0))
+        lowered = advance.lower(graph, self._model.optimizer(), state, self._rows(0))
+        return lowered.compile(), time.monotonic() - start
 
     def _rows(self, step: int) -> Int32[np.ndarray, "steps B T"]:
         model = self._model
@@ -313,6 +319,8 @@ def train(
     order = itertools.product((*quick, slow), ops)
     todo: list[tuple[Op, Variant]]
     todo = [(op, variant) for variant, op in order if not trainer.has(op, variant)]
+    trainer.compile(todo)
+    say(f"compiled what {len(todo)} runs need")
     left = sum(variant == slow for _, variant in todo)
     for op, variant in todo:
         until = deadline

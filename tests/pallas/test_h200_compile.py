@@ -46,9 +46,9 @@ CONFIGURATIONS = [
 ]
 # Bytes, at most; of other kernels nothing.
 SPILLED = {
-    "jfla_grads_kda": 68,
-    "jfla_intra_kda_beside_output_scan": 24,
-    "jfla_intra_gdn_beside_output_scan": 32,
+    "jfla_grads_kda": 72,
+    "jfla_intra_kda_beside_output_scan": 36,
+    "jfla_intra_gdn_beside_output_scan": 16,
 }
 REPORT = pathlib.Path(__file__).with_name("h200_report.json")
 # The instructions that a kernel must not lose, by the start of their names in machine code.

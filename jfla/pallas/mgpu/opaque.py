@@ -18,6 +18,14 @@ from jaxlib.mlir.dialects import llvm
 from jfla.pallas.context import interpreting
 
 
+def zero_operand() -> jax.Array:
+    """On the host: [1] int32, an operand of a kernel that reads its zero there.
+
+    ptxas does not know it either: loops whose count has it stay loops, and what is before them stays apart.
+    """
+    return jnp.zeros(1, jnp.int32)
+
+
 def pin[T](x: T) -> T:
     """x, where it is: no computation moves across, and layout inference does not search through both sides at once."""
     return lax.optimization_barrier(x)

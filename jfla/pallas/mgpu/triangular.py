@@ -34,7 +34,8 @@ class TriangularInverse(NamedTuple):
     def _double(self, x: Reg, square: Reg) -> Reg:
         x16 = x.astype(F16)
         # Two tiles in turn: between the reads of one by every warp and the next write to it lies a commit of the other.
-        write(self.work_smem, x16)
+        # Pallas' own store: beside four warpgroups of 128 registers the addresses of `write` serialise the matmuls.
+        self.work_smem[...] = x16
         commit_smem()
         right = dot(zeros(SIZE, SIZE), (square, self.work_smem)).astype(F16)
         write(self.lower_smem, right)

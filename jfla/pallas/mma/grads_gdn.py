@@ -34,7 +34,7 @@ from jfla.pallas.mgpu.iota import iota2d, iota_smem, per_column, per_row, write_
 from jfla.pallas.mgpu.launch import launch
 from jfla.pallas.mgpu.layouts import COLS, ROWS
 from jfla.pallas.mgpu.mma import dot, dots, load, zeros
-from jfla.pallas.mgpu.opaque import opaque_zero, pin
+from jfla.pallas.mgpu.opaque import pin, zero_operand
 from jfla.pallas.mgpu.smem import F32, tile_smem, transposed
 from jfla.pallas.mgpu.types import Gmem, Index, MemorySpec, Reg, Smem
 from jfla.stages import CHUNK_DECAY, K_FROM_START, K_TO_END, Q_FROM_START, FactoredQK, ScanResults
@@ -51,6 +51,7 @@ class GradsGdnInputs(NamedTuple):
     qk: FactoredQK
     token_scalars: Gmem  # [B, HV, N, 1 or 3, C] float32: see `intra_gdn.LOG2_CUM`
     scans: ScanResults
+    zero: Gmem  # of `zero_operand`
 
 
 class SharedStorage(NamedTuple):
@@ -270,14 +271,14 @@ def grads_gdn(
     ) -> None:
         del barriers
         index = grid(lax.axis_index("cta"))
-        run_chunk(GradsGdnCta(options, index, heads, gmem, smem, opaque_zero()), out_gmem)
+        run_chunk(GradsGdnCta(options, index, heads, gmem, smem, gmem.zero[0]), out_gmem)
 
     shape = jax.ShapeDtypeStruct
     dx = shape((batch, time, heads, key_dim), F32 if options.qk_norm else out_dtype)
     of_tokens = shape((*grid, CHUNK), F32)
     return launch(
         body,
-        GradsGdnInputs(qk, token_scalars, scans),
+        GradsGdnInputs(qk, token_scalars, scans, zero_operand()),
         KernelGrads(dx, dx, of_tokens, of_tokens),
         grid={"cta": grid.num_tiles},
         num_warpgroups=1,

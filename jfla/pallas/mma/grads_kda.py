@@ -34,7 +34,7 @@ from jfla.pallas.mgpu.iota import per_column, per_row, write_iota
 from jfla.pallas.mgpu.launch import launch
 from jfla.pallas.mgpu.layouts import COLS, ROWS, WGMMA
 from jfla.pallas.mgpu.mma import dot, dots, load, zeros
-from jfla.pallas.mgpu.opaque import opaque_zero
+from jfla.pallas.mgpu.opaque import zero_operand
 from jfla.pallas.mgpu.smem import BF16, F32, transposed
 from jfla.pallas.mgpu.types import Gmem, Index, Reg
 from jfla.pallas.mma import kda_blocks
@@ -303,14 +303,14 @@ def grads_kda(
             square_norms=smem.lines.at[pl.ds(SQUARE_NORMS, 2)],
             first=part.first_tile,
         )
-        run_chunk(GradsKdaCta(qk, gmem, smem, opaque_zero()), out_gmem)
+        run_chunk(GradsKdaCta(qk, gmem, smem, gmem.zero[0]), out_gmem)
 
     shape = jax.ShapeDtypeStruct
     per_channel = (batch, time, heads, key_dim)
     dx = shape(per_channel, F32 if options.qk_norm else out_dtype)
     return launch(
         body,
-        GradsKdaInputs(operands, scans),
+        GradsKdaInputs(operands, scans, zero_operand()),
         KernelGrads(dx, dx, shape(per_channel, F32), shape((*grid, CHUNK), F32)),
         grid={"cta": parts.num_parts},
         num_warpgroups=1,

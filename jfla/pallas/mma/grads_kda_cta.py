@@ -11,7 +11,7 @@ from jfla.pallas.context import interpreting
 from jfla.pallas.mgpu.iota import iota_smem
 from jfla.pallas.mgpu.mma import load
 from jfla.pallas.mgpu.smem import BF16, F16, F32, tile_smem
-from jfla.pallas.mgpu.types import Index, MemorySpec, Reg, Smem
+from jfla.pallas.mgpu.types import Gmem, Index, MemorySpec, Reg, Smem
 from jfla.pallas.mma.kda_blocks import ChunkDecays
 from jfla.stages import ScanResults
 from jfla.types import CHUNK
@@ -31,6 +31,7 @@ class GradsKdaInputs(NamedTuple):
 
     qkg: QkgOperands
     scans: ScanResults
+    zero: Gmem  # of `zero_operand`
 
 
 class SharedStorage(NamedTuple):

@@ -29,7 +29,7 @@ from jfla.pallas.mgpu.copies import (
 from jfla.pallas.mgpu.iota import iota_smem, per_column, per_row, write_iota
 from jfla.pallas.mgpu.layouts import COLS, ROWS
 from jfla.pallas.mgpu.mma import dot, zeros
-from jfla.pallas.mgpu.opaque import opaque_zero, pin
+from jfla.pallas.mgpu.opaque import pin, zero_operand
 from jfla.pallas.mgpu.overlap import Kernel, PendingResults, ReadyFlags
 from jfla.pallas.mgpu.smem import BF16, F16, F32, tile_smem, transposed
 from jfla.pallas.mgpu.triangular import TriangularInverse
@@ -45,6 +45,7 @@ class IntraKdaInputs(NamedTuple):
 
     qkg: QkgOperands
     beta: Gmem  # [B, HV, N, 1, C], or None where the caller has the A matrices
+    zero: Gmem  # of `zero_operand`
 
 
 class IntraKdaOutputs(NamedTuple):
@@ -250,11 +251,11 @@ def intra_kda(
         del barriers, ready_flags
         index = grid(cta)
         qk = QkTiles(options, index, value_heads, num_tiles, smem.q, smem.k, smem.square_norms)
-        run_chunk(IntraKdaCta(qk, gmem, smem, opaque_zero()), out_gmem)
+        run_chunk(IntraKdaCta(qk, gmem, smem, gmem.zero[0]), out_gmem)
 
     kernel = Kernel(
         name="jfla_intra_kda_mma",
-        inputs=IntraKdaInputs(operands, beta),
+        inputs=IntraKdaInputs(operands, beta, zero_operand()),
         outputs=_output_shapes(grid, key_dim, beta is not None),
         num_ctas=grid.num_tiles,
         num_warpgroups=1,
