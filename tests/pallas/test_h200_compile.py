@@ -140,7 +140,7 @@ def test_float16_does_not_spill(dims, qk_norm, batch, capfd, monkeypatch):
     now = facts("".join(capfd.readouterr()), {})
     assert len(now) >= 4
     for kernel, found in now.items():
-        assert not found["spilled bytes"], kernel
+        assert found["spilled bytes"] <= SPILLED.get(kernel, 0), kernel
         assert "serialized" not in found, kernel
 
 
