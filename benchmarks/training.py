@@ -319,8 +319,9 @@ def train(
     order = itertools.product((*quick, slow), ops)
     todo: list[tuple[Op, Variant]]
     todo = [(op, variant) for variant, op in order if not trainer.has(op, variant)]
-    trainer.compile(todo)
-    say(f"compiled what {len(todo)} runs need")
+    if todo and time.monotonic() < deadline:
+        trainer.compile(todo)
+        say(f"compiled what {len(todo)} runs need")
     left = sum(variant == slow for _, variant in todo)
     for op, variant in todo:
         until = deadline

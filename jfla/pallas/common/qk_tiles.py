@@ -12,8 +12,6 @@ from jfla.gates import NORM_EPSILON
 from jfla.pallas.common.chunk_index import TILE_K, ChunkIndex
 from jfla.pallas.common.decay_sums import GATE_SCALE
 from jfla.pallas.common.gate import GateKind, log2_decay, with_resets
-from jfla.pallas.context import interpreting
-from jfla.pallas.machine import on_hopper
 from jfla.pallas.mgpu.copies import Copies, commit_smem
 from jfla.pallas.mgpu.iota import iota2d, per_column, per_row
 from jfla.pallas.mgpu.layouts import WGMMA
@@ -115,7 +113,7 @@ class QkTiles(NamedTuple):
     def load_raw_gate(self, gmem: QkgOperands, tile: Index, layout: Layout = WGMMA) -> Reg:
         """A tile of g as the caller passed it, straight from global memory."""
         view = self.view(gmem.g, tile)
-        if layout == WGMMA and on_hopper() and not interpreting():
+        if layout == WGMMA:
             return load_rows(view)
         return plgpu.load(view, layout=layout, optimized=False)
 

@@ -1,9 +1,8 @@
-"""Arrays in registers cut into blocks of columns and put together again, and moved transposed to global memory.
+"""Arrays in registers cut into blocks of columns, put together again, and widened to float32, within a thread.
 
 Cutting and joining cost nothing: a thread has its part of every block of columns.
 """
 
-import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -16,18 +15,13 @@ from jfla.pallas.context import interpreting
 from jfla.pallas.mgpu.layouts import TILE_ROWS, WGMMA
 from jfla.pallas.mgpu.smem import F32
 from jfla.pallas.mgpu.thread import (
-    BLOCK_ROWS,
     PART,
     Fragments,
-    Scalar,
-    Thread,
     from_parts,
-    multiply_add,
     parts,
     parts_of,
-    pointer_at,
 )
-from jfla.pallas.mgpu.types import Gmem, Reg
+from jfla.pallas.mgpu.types import Reg
 
 
 def split_columns(x: Reg, columns: int) -> list[Reg]:
@@ -96,60 +90,3 @@ def widened(x: Reg) -> Reg:
         return from_parts({part: wide(pair) for part, pair in parts(x).items()})
 
     return widen(x)  # pyright: ignore[reportCallIssue]
-
-
-def store_transposed_f32(x: Reg, rows_gmem: Gmem) -> None:
-    """x [64, rows] float32 to [rows, 64] in global memory."""
-    if interpreting():
-        rows_gmem[...] = x.T
-        return
-
-    @plgpu.inline_mgpu(arg_types=(WGMMA, plgpu.RefType()))
-    def store(_: Any, x: Fragments, rows: Any) -> None:
-        address = _addresses(rows)
-        for (column, half), register in parts(x).items():
-            for n in range(2):
-                element = vector.extract(register, dynamic_position=[], static_position=[n])
-                llvm.store(element, address(column, half, n))
-
-    store(x, rows_gmem)  # pyright: ignore[reportCallIssue]
-
-
-def load_transposed_f32(rows_gmem: Gmem) -> Reg:
-    """[64, rows] float32 of [rows, 64] in global memory, of what the same threads have stored."""
-    if interpreting():
-        return rows_gmem[...].T
-    count = rows_gmem.shape[0]
-    out: Any = plgpu.ShapeDtypeStruct((TILE_ROWS, count), jnp.dtype(F32), WGMMA)
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=out)
-    def load(_: Any, rows: Any) -> Fragments:
-        address = _addresses(rows)
-        f32 = ir.F32Type.get()
-        undefined = llvm.mlir_undef(ir.VectorType.get((2,), f32))
-        registers = {}
-        for column, half in parts_of(count):
-            pair = undefined
-            for n in range(2):
-                element = llvm.load(f32, address(column, half, n))
-                pair = vector.insert(element, pair, dynamic_position=[], static_position=[n])
-            registers[column, half] = pair
-        return from_parts(registers)
-
-    return load(rows_gmem)  # pyright: ignore[reportCallIssue]
-
-
-def _addresses(rows: Any) -> Any:
-    """Of element n of a thread's pair in a part: its place in the transposed array."""
-    thread = Thread()
-    f32 = ir.F32Type.get()
-    (stride, _), _ = ir.MemRefType(rows.type).get_strides_and_offset()
-    pointer = llvm.addrspacecast(llvm.PointerType.get(address_space=1), utils.memref_ptr(rows))
-    channel = multiply_add(thread.warp, BLOCK_ROWS, thread.row)
-    base = pointer_at(pointer, multiply_add(thread.column, stride, channel), f32)
-    return functools.partial(_address, base, stride)
-
-
-def _address(base: Scalar, stride: int, column: int, half: int, n: int) -> Scalar:
-    moved = (column * PART + n) * stride + half * PART
-    return pointer_at(base, moved, ir.F32Type.get())

@@ -7,15 +7,18 @@ The stores have no barriers: everything that was read there must have been commi
 before it is read.
 """
 
+import functools
 from typing import Any
 
+import jax.numpy as jnp
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm
+from jaxlib.mlir.dialects import arith, llvm, vector
 
-from jfla.pallas.mgpu.layouts import WGMMA, WIDE
-from jfla.pallas.mgpu.smem import SWIZZLE_BYTES, tile_transforms
+from jfla.pallas.context import interpreting
+from jfla.pallas.mgpu.layouts import TILE_ROWS, WGMMA, WIDE
+from jfla.pallas.mgpu.smem import F32, SWIZZLE_BYTES, tile_transforms
 from jfla.pallas.mgpu.thread import (
     BLOCK_ROWS,
     HALVES,
@@ -33,8 +36,8 @@ from jfla.pallas.mgpu.thread import (
 )
 from jfla.pallas.mgpu.types import Gmem, Reg, Smem
 
-CHUNK_BYTES = 16  # eight neighbours of a row; the swizzle exchanges the chunks of a row
-CHUNKS = SWIZZLE_BYTES // CHUNK_BYTES
+VECTOR_BYTES = 16  # eight neighbours of a row; the swizzle exchanges the vectors of a row
+VECTORS = SWIZZLE_BYTES // VECTOR_BYTES  # of a row of 64 columns
 
 
 def store_matrix(
@@ -61,10 +64,10 @@ def store_matrix(
         for column in range(0, x.shape[1] // PART, 2):
             four = [registers[column + n, h] for n in range(2) for h in range(HALVES)]
             if transpose:
-                chunk = multiply_add(thread.warp, HALVES, half)
-                place = address.of(arith.addi(second, i32(column)), chunk)
+                vector_number = multiply_add(thread.warp, HALVES, half)
+                place = address.of(arith.addi(second, i32(column)), vector_number)
             else:
-                column_tile, first = divmod(column, CHUNKS)
+                column_tile, first = divmod(column, VECTORS)
                 rows = multiply_add(thread.of_warp(positions), HALVES, half)
                 place = address.of(rows, arith.addi(second, i32(first)), column_tile)
             _stmatrix(place, four, ".trans" if transpose else "")
@@ -78,15 +81,15 @@ def store_wide(tile_smem: Smem, x: Reg) -> None:
     @plgpu.inline_mgpu(arg_types=(WIDE, _tile_type(tile_smem)))
     def store(_: Any, x: Fragments, tile: Any) -> None:
         thread = Thread()
-        # Of two chunks a thread has the first or the second half of the first or the second.
-        chunk_of_two = arith.remui(thread.pair, i32(2))
-        half_of_chunk = arith.divui(thread.pair, i32(2))
+        # Four threads have 16 columns of a row, two vectors: a half vector each.
+        vector_of_two = arith.remui(thread.pair, i32(2))
+        half_of_vector = arith.divui(thread.pair, i32(2))
         address = _Addresses(tile, thread.row)
-        byte = arith.muli(half_of_chunk, i32(CHUNK_BYTES // 2))
+        byte = arith.muli(half_of_vector, i32(VECTOR_BYTES // 2))
         for n, register in enumerate(x.registers.flatten()):
             column, half = divmod(n, HALVES)
             rows = multiply_add(thread.warp, HALVES, i32(half))
-            place = address.of(rows, arith.addi(chunk_of_two, i32(2 * column)))
+            place = address.of(rows, arith.addi(vector_of_two, i32(2 * column)))
             llvm.store(register, pointer_at(place, byte, address.byte))
 
     store(x, tile_smem)  # pyright: ignore[reportCallIssue]
@@ -94,6 +97,8 @@ def store_wide(tile_smem: Smem, x: Reg) -> None:
 
 def load_rows(source_gmem: Gmem) -> Reg:
     """[64, columns] of global memory, whose rows are contiguous."""
+    if interpreting():
+        return source_gmem[...]
     shape = source_gmem.shape
     out: Any = plgpu.ShapeDtypeStruct(shape, source_gmem.dtype, WGMMA)
 
@@ -118,8 +123,65 @@ def load_rows(source_gmem: Gmem) -> Reg:
     return load(source_gmem)  # pyright: ignore[reportCallIssue]
 
 
+def store_transposed_f32(x: Reg, rows_gmem: Gmem) -> None:
+    """x [64, rows] float32 to [rows, 64] in global memory."""
+    if interpreting():
+        rows_gmem[...] = x.T
+        return
+
+    @plgpu.inline_mgpu(arg_types=(WGMMA, plgpu.RefType()))
+    def store(_: Any, x: Fragments, rows: Any) -> None:
+        address = _transposed_addresses(rows)
+        for (column, half), register in parts(x).items():
+            for n in range(2):
+                element = vector.extract(register, dynamic_position=[], static_position=[n])
+                llvm.store(element, address(column, half, n))
+
+    store(x, rows_gmem)  # pyright: ignore[reportCallIssue]
+
+
+def load_transposed_f32(rows_gmem: Gmem) -> Reg:
+    """[64, rows] float32 of [rows, 64] in global memory, of what the same threads have stored."""
+    if interpreting():
+        return rows_gmem[...].T
+    count = rows_gmem.shape[0]
+    out: Any = plgpu.ShapeDtypeStruct((TILE_ROWS, count), jnp.dtype(F32), WGMMA)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=out)
+    def load(_: Any, rows: Any) -> Fragments:
+        address = _transposed_addresses(rows)
+        f32 = ir.F32Type.get()
+        undefined = llvm.mlir_undef(ir.VectorType.get((2,), f32))
+        registers = {}
+        for column, half in parts_of(count):
+            pair = undefined
+            for n in range(2):
+                element = llvm.load(f32, address(column, half, n))
+                pair = vector.insert(element, pair, dynamic_position=[], static_position=[n])
+            registers[column, half] = pair
+        return from_parts(registers)
+
+    return load(rows_gmem)  # pyright: ignore[reportCallIssue]
+
+
+def _transposed_addresses(rows: Any) -> Any:
+    """Of element n of a thread's pair in a part: its place in the transposed array."""
+    thread = Thread()
+    f32 = ir.F32Type.get()
+    (stride, _), _ = ir.MemRefType(rows.type).get_strides_and_offset()
+    pointer = llvm.addrspacecast(llvm.PointerType.get(address_space=1), utils.memref_ptr(rows))
+    channel = multiply_add(thread.warp, BLOCK_ROWS, thread.row)
+    base = pointer_at(pointer, multiply_add(thread.column, stride, channel), f32)
+    return functools.partial(_transposed_address, base, stride)
+
+
+def _transposed_address(base: Scalar, stride: int, column: int, half: int, n: int) -> Scalar:
+    moved = (column * PART + n) * stride + half * PART
+    return pointer_at(base, moved, ir.F32Type.get())
+
+
 class _Addresses:
-    """Of chunks in row `row` of eight of a tile, whose chunks the swizzle exchanges by that number."""
+    """Of vectors in row `row` of eight of a tile, whose vectors the swizzle exchanges by that number."""
 
     def __init__(self, tile: Any, row: Scalar) -> None:
         self.byte = ir.IntegerType.get_signless(8)
@@ -129,9 +191,9 @@ class _Addresses:
             utils.memref_ptr(tile), arith.muli(row, i32(SWIZZLE_BYTES)), self.byte
         )
 
-    def of(self, rows: Scalar, chunk: Scalar, column_tile: int = 0) -> Scalar:
-        """`rows` counts eight rows, `chunk` eight of the tile's columns."""
-        swizzled = arith.muli(arith.xori(chunk, self._row), i32(CHUNK_BYTES))
+    def of(self, rows: Scalar, number: Scalar, column_tile: int = 0) -> Scalar:
+        """`rows` counts eight rows, `number` the vectors of a row."""
+        swizzled = arith.muli(arith.xori(number, self._row), i32(VECTOR_BYTES))
         first = i32(2 * column_tile * self._columns)
         offset = arith.addi(multiply_add(rows, 2 * self._rows, swizzled), first)
         return pointer_at(self._base, offset, self.byte)

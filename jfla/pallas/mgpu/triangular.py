@@ -33,8 +33,9 @@ class TriangularInverse(NamedTuple):
 
     def _double(self, x: Reg, square: Reg) -> Reg:
         x16 = x.astype(F16)
-        # Two tiles in turn: between the reads of one by every warp and the next write to it lies a commit of the other.
-        # Pallas' own store: beside four warpgroups of 128 registers the addresses of `write` serialise the matmuls.
+        # The tiles alternate: a commit of one lies between every warp's reads of the other and the next write to it.
+        # Pallas' own store, not `write`: where four warpgroups have 128 registers each, the addresses of both stores
+        # leave ptxas too few, and it serialises every wgmma of the kernel (C7512).
         self.work_smem[...] = x16
         commit_smem()
         right = dot(zeros(SIZE, SIZE), (square, self.work_smem)).astype(F16)

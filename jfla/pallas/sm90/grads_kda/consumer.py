@@ -16,7 +16,7 @@ from jfla.pallas.common.decay_sums import NUM_BLOCK_SPANS, WITHIN
 from jfla.pallas.common.pair_passes import NUM_BLOCKS
 from jfla.pallas.common.qk_tiles import K, Q
 from jfla.pallas.common.results import KernelGrads
-from jfla.pallas.mgpu.columns import join_columns, store_transposed_f32, widened
+from jfla.pallas.mgpu.columns import join_columns, widened
 from jfla.pallas.mgpu.copies import (
     commit_smem,
     store_tile,
@@ -27,6 +27,7 @@ from jfla.pallas.mgpu.copies import (
 from jfla.pallas.mgpu.iota import per_column, per_row
 from jfla.pallas.mgpu.layouts import COLS, ROWS
 from jfla.pallas.mgpu.mma import dot, dots, load, zeros
+from jfla.pallas.mgpu.moves import store_transposed_f32
 from jfla.pallas.mgpu.opaque import pin
 from jfla.pallas.mgpu.smem import BF16, F32, transposed
 from jfla.pallas.mgpu.types import Index, Reg
@@ -63,7 +64,8 @@ class SumsOverV(NamedTuple):
 
 def run_consumer(ctx: GradsKdaWarpgroup, out_gmem: KernelGrads) -> None:
     """Everything that a consumer does with a chunk."""
-    # Before stages are freed: what is asked for behind the copies of 56 KiB to a stage waits for them.
+    # Issue the loads of g before a stage is freed: behind the producer's next copies of 56 KiB to it they would wait
+    # for some thousand cycles.
     raw_gate = ctx.qk.load_raw_gate(ctx.gmem.qkg, ctx.own_tile)
     zero = zeros(TILE_K, CHUNK)
     none = SumsOverV(zero, zero, zero, zeros(CHUNK, CHUNK), _zero_rows())

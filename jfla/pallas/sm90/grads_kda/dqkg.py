@@ -48,15 +48,14 @@ from jfla.pallas.common.pair_passes import (
 from jfla.pallas.common.qk_tiles import K, Q
 from jfla.pallas.mgpu.columns import (
     join_columns,
-    load_transposed_f32,
     split_columns,
-    store_transposed_f32,
     widened,
 )
 from jfla.pallas.mgpu.copies import write
 from jfla.pallas.mgpu.iota import per_column, per_row
 from jfla.pallas.mgpu.layouts import COLS, ROWS
 from jfla.pallas.mgpu.mma import dots, load, short_dot, zeros
+from jfla.pallas.mgpu.moves import load_transposed_f32, store_transposed_f32
 from jfla.pallas.mgpu.opaque import pin
 from jfla.pallas.mgpu.smem import BF16, F32, transposed
 from jfla.pallas.mgpu.types import Gmem, Index, Reg

@@ -78,7 +78,7 @@ def load_v_tile(ctx: GradsKdaWarpgroup, v_tile: int, stage: Index) -> None:
 
 
 def prefetch_qkg(ctx: GradsKdaWarpgroup) -> None:
-    """Brings q, k and g near while the consumers are still busy with the chunk before."""
+    """Prefetches q, k and g into the second-level cache while the consumers work on the chunk before."""
     qkg = ctx.gmem.qkg
     for tile in range(ctx.spec.num_tiles):
         columns = ctx.part.columns(tile)

@@ -238,7 +238,7 @@ class IntraKdaWarpgroup(NamedTuple):
     def prefetch_qk(self, part: ChunkPart, iteration: Index) -> None:
         """Starts the copies of this warpgroup's channels of q and k, for that iteration.
 
-        g is read into registers, for which there is no room a chunk ahead: it comes near.
+        g is read into registers, none of which are free a chunk ahead: it is only prefetched into the L2 cache.
         """
         tile = self.wg
         slot = iteration & 1
