@@ -283,6 +283,7 @@ def intra_gdn(
         outputs=_output_shapes(spec),
         num_ctas=scheduler.num_ctas,
         num_warpgroups=spec.wgs_per_cta,
+        registers=(),
         smem=_shared_storage(spec),
         barriers=_barriers(spec),
         body=body,

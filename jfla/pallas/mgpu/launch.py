@@ -11,6 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfla.pallas.context import interpreting
 from jfla.pallas.mgpu import target as _target  # noqa: F401  Mosaic asks it for the architecture
+from jfla.pallas.mgpu.registers import check_registers
 from jfla.pallas.mgpu.types import MemorySpec
 
 _REDUCTION_BYTES = plgpu.CompilerParams().reduction_scratch_bytes
@@ -26,6 +27,7 @@ def launch(
     *,
     grid: dict[str, int],
     num_warpgroups: int,
+    registers: tuple[int, ...] = (),
     smem: MemorySpec = (),
     barriers: MemorySpec = (),
     name: str,
@@ -42,8 +44,11 @@ def launch(
     An array that occurs twice among the inputs becomes one operand: every TMA descriptor costs compile time.
     Without `auto_barriers` the threads of a warpgroup synchronise only where the kernel says so. `detect_races` is of
     interpret mode, whose detector reports CTAs that synchronise through global memory.
+    `registers` are the limits that warpgroups set themselves, from the first on.
     A kernel that never `reduces_across_warps`, as over rows of tiles, spares the shared memory for it.
     """
+    if registers:
+        check_registers(name, registers, num_warpgroups)
     leaves, structure = jax.tree.flatten(inputs)
     out_leaves, out_structure = jax.tree.flatten(outputs)
     operands = list({id(x): x for x in leaves}.values())

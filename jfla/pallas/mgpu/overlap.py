@@ -53,6 +53,7 @@ class Kernel(NamedTuple):
     outputs: Any  # jax.ShapeDtypeStruct
     num_ctas: int
     num_warpgroups: int
+    registers: tuple[int, ...]  # limits that the warpgroups set themselves; () for none
     smem: MemorySpec
     barriers: MemorySpec
     body: Callable[..., None]
@@ -93,6 +94,7 @@ def run(pending: PendingResults) -> Any:
         kernel.outputs,
         grid={"cta": kernel.num_ctas},
         num_warpgroups=kernel.num_warpgroups,
+        registers=kernel.registers,
         smem=kernel.smem,
         barriers=kernel.barriers,
         name=kernel.name,
@@ -108,7 +110,7 @@ def overlap(
     """Launches a producer and its consumer together; `consume` makes the consumer from the producer's placeholders.
 
     Producer CTAs have the lowest numbers, are scheduled first and never wait for a consumer, so that there is no
-    deadlock even if the grid exceeds what is resident at once.
+    deadlock even if the grid exceeds what is resident at once. Only the consumer's warpgroups move registers.
     """
     consuming = consume(producing.placeholders())
     producer = producing.kernel
@@ -142,6 +144,7 @@ def overlap(
         (producer.outputs, consumer.outputs),
         grid={"cta": producer.num_ctas + consumer.num_ctas},
         num_warpgroups=max(producer.num_warpgroups, consumer.num_warpgroups),
+        registers=consumer.registers,
         detect_races=False,
         name=f"{producer.name}_beside_{consumer.name.removeprefix('jfla_')}",
     )

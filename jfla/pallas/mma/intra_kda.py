@@ -259,6 +259,7 @@ def intra_kda(
         outputs=_output_shapes(grid, key_dim, beta is not None),
         num_ctas=grid.num_tiles,
         num_warpgroups=1,
+        registers=(),
         smem=_shared_storage(operands, options, num_tiles, beta is not None),
         barriers=None,
         body=body,

@@ -37,6 +37,7 @@ from jfla.pallas.mgpu.layouts import WGMMA
 from jfla.pallas.mgpu.mma import zeros
 from jfla.pallas.mgpu.opaque import opaque_zero
 from jfla.pallas.mgpu.overlap import ReadyFlags
+from jfla.pallas.mgpu.registers import leave_registers, take_registers
 from jfla.pallas.mgpu.smem import transposed
 from jfla.pallas.mgpu.types import Barrier, Gmem, Index, Reg, Smem
 
@@ -147,7 +148,7 @@ class ScanCta(NamedTuple):
         """Scans all chunks of this CTA with the state in registers."""
         few_registers = self.smem.state is not None
         if self.config.has_producer:
-            plgpu.set_max_registers(248 if few_registers else 232, action="increase")
+            take_registers(self.spec.registers.consumer)
         else:
             self.start_first_copies()
         if self.gmem.initial is None:
@@ -318,8 +319,7 @@ class ScanCta(NamedTuple):
 
     def run_producer(self) -> None:
         """Keeps the pipeline full: a chunk is copied as soon as it is ready and its stage is empty."""
-        few_registers = self.smem.state is not None
-        plgpu.set_max_registers(80 if few_registers else 40, action="decrease")
+        leave_registers(self.spec.registers.producer)
         first, end = self.steps
         stages = self.config.stages
 

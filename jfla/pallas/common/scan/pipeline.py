@@ -10,7 +10,6 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfla.pallas.common.scan.cta import GridIndex, ScanCta, StepRange
 from jfla.pallas.common.scan.spec import (
@@ -23,6 +22,7 @@ from jfla.pallas.common.scan.spec import (
     shared_storage,
 )
 from jfla.pallas.mgpu.overlap import Kernel, PendingResults
+from jfla.pallas.mgpu.registers import leave_registers
 from jfla.pallas.mgpu.types import Gmem, Index
 from jfla.types import CHUNK
 
@@ -70,10 +70,10 @@ def scan_kernel(specs: tuple[ScanSpec, ...], config: ScanConfig, name: str) -> P
         if not config.has_producer:
             return
 
-        # A launch may have more warpgroups; those give their registers away.
+        # A launch beside another kernel may have more warpgroups.
         @pl.when(wg > num_consumer_wgs)
         def _idle():
-            plgpu.set_max_registers(40, action="decrease")
+            leave_registers()
 
     kernel = Kernel(
         name=name,
@@ -81,6 +81,7 @@ def scan_kernel(specs: tuple[ScanSpec, ...], config: ScanConfig, name: str) -> P
         outputs=[spec.outputs for spec in specs],
         num_ctas=math.prod(grid),
         num_warpgroups=num_consumer_wgs + config.has_producer,
+        registers=specs[0].registers.of(num_consumer_wgs) if config.has_producer else (),
         smem=smem_spec,
         barriers=[pipeline_barriers(spec, num_consumer_wgs, stages) for spec in specs],
         body=body,

@@ -17,6 +17,7 @@ from jfla.pallas.common.chunk_index import TILE_V, TimeSpan
 from jfla.pallas.common.token_decay import TokenDecay, decay_smem
 from jfla.pallas.heuristics import HOPPER_SMEM_BYTES
 from jfla.pallas.machine import on_hopper
+from jfla.pallas.mgpu.registers import RegisterLimits
 from jfla.pallas.mgpu.smem import F32, num_bytes, tile_smem
 from jfla.pallas.mgpu.types import Barrier, Gmem, MemorySpec, Reg, Smem
 from jfla.stages import QK, FactoredQK, IntraChunk
@@ -216,6 +217,15 @@ class ScanSpec(NamedTuple):
                 shape = (batch, *self.caller_states, heads, key_dim, value_dim)
                 last = jax.ShapeDtypeStruct(shape, self.last_dtype)
         return ScanOutputs(tuple(stores), checkpoints, last)
+
+    @property
+    def registers(self) -> RegisterLimits:
+        """On Hopper. Two consumers of 232 beside four warpgroups of 128 leave 24 for each of the others."""
+        return (
+            RegisterLimits(232, 24)
+            if self.key_dim <= MAX_K_IN_REGISTERS
+            else RegisterLimits(248, 80)
+        )
 
     @property
     def stores_states(self) -> bool:

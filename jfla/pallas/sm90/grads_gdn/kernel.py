@@ -17,6 +17,7 @@ from jfla.pallas.common.qk_tiles import K, Q, QkOptions
 from jfla.pallas.common.results import KernelGrads
 from jfla.pallas.mgpu.iota import write_iota
 from jfla.pallas.mgpu.launch import launch
+from jfla.pallas.mgpu.registers import RegisterLimits, leave_registers, take_registers
 from jfla.pallas.mgpu.scheduler import TileScheduler, WorkTile
 from jfla.pallas.mgpu.smem import F32
 from jfla.pallas.mgpu.types import Gmem, Index
@@ -46,6 +47,8 @@ from jfla.pallas.sm90.grads_gdn.smem import (
 )
 from jfla.stages import FactoredQK, ScanResults
 from jfla.types import CHUNK
+
+REGISTERS = RegisterLimits(232, 40)
 
 
 def run_consumer(ctx: GradsGdnWarpgroup, out_gmem: KernelGrads) -> None:
@@ -168,7 +171,7 @@ def grads_gdn(
 
         @pl.when(wg < GDN_CONSUMERS)
         def _():
-            plgpu.set_max_registers(232, action="increase")
+            take_registers(REGISTERS.consumer)
             write_iota(smem.iota.at[wg])
             consume = lambda work: run_consumer(context(work), out_gmem)
             scheduler.for_each_tile(consume, cta, 0)
@@ -176,7 +179,7 @@ def grads_gdn(
 
         @pl.when(wg == GDN_CONSUMERS)
         def _():
-            plgpu.set_max_registers(40, action="decrease")
+            leave_registers(REGISTERS.producer)
             produce = lambda work: run_producer(context(work))
             scheduler.for_each_tile(produce, cta, 0)
             drain_producer(barriers, scheduler.tile_count(cta), spec.v_tiles, stages)
@@ -191,6 +194,7 @@ def grads_gdn(
         shapes if span is None else None,
         grid={"cta": scheduler.num_ctas},
         num_warpgroups=GDN_CONSUMERS + 1,
+        registers=REGISTERS.of(GDN_CONSUMERS),
         smem=smem_spec,
         barriers=grads_gdn_barriers(spec, stages),
         name="jfla_grads_gdn",

@@ -18,6 +18,7 @@ from jfla.pallas.common.qk_tiles import QkgOperands, QkOptions
 from jfla.pallas.common.results import KernelGrads
 from jfla.pallas.mgpu.copies import prefetch_to_l2
 from jfla.pallas.mgpu.launch import launch
+from jfla.pallas.mgpu.registers import RegisterLimits, leave_registers, take_registers
 from jfla.pallas.mgpu.scheduler import TileScheduler, WorkTile
 from jfla.pallas.mgpu.smem import BF16, F16, F32
 from jfla.pallas.mgpu.types import Gmem, Index
@@ -40,6 +41,8 @@ from jfla.pallas.sm90.grads_kda.smem import (
 )
 from jfla.stages import ScanResults
 from jfla.types import CHUNK
+
+REGISTERS = RegisterLimits(240, 24)
 
 
 def run_producer(ctx: GradsKdaWarpgroup) -> None:
@@ -160,7 +163,7 @@ def grads_kda(
 
         @pl.when(wg < KDA_CONSUMERS)
         def _():
-            plgpu.set_max_registers(240, action="increase")
+            take_registers(REGISTERS.consumer)
             plgpu.barrier_wait(barriers.matrices_full)
             consume = lambda work: run_consumer(context(work), out_gmem)
             scheduler.for_each_tile(consume, cta, 0)
@@ -168,7 +171,7 @@ def grads_kda(
 
         @pl.when(wg == KDA_CONSUMERS)
         def _():
-            plgpu.set_max_registers(24, action="decrease")
+            leave_registers(REGISTERS.producer)
             load_matrices(gmem, smem, barriers.matrices_full)
             produce = lambda work: run_producer(context(work))
             scheduler.for_each_tile(produce, cta, 0)
@@ -191,6 +194,7 @@ def grads_kda(
         KernelGrads(dx, dx, shape(per_channel, F32), shape((*chunks, CHUNK), F32)),
         grid={"cta": scheduler.num_ctas},
         num_warpgroups=KDA_CONSUMERS + 1,
+        registers=REGISTERS.of(KDA_CONSUMERS),
         smem=smem_spec,
         barriers=grads_kda_barriers(spec, operands, stages),
         name="jfla_grads_kda",

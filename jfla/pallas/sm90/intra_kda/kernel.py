@@ -109,6 +109,7 @@ def intra_kda(
         outputs=_output_shapes(grid, key_dim, with_pairs),
         num_ctas=scheduler.num_ctas,
         num_warpgroups=num_tiles + with_pairs,
+        registers=(),
         smem=SharedStorage.specs(gmem, options, num_tiles, with_pairs, inverts),
         barriers=Barriers.specs(gmem, options, num_tiles),
         body=body,
