@@ -10,10 +10,14 @@ late for wgmma, and a part of it is then missing.
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.typing import DTypeLike
 
-from jfla.pallas.common.pair_passes import BLOCK, NUM_BLOCKS
+from jfla.pallas.common.pair_passes import BLOCK, NUM_BLOCKS, SHIFT
+from jfla.pallas.mgpu.iota import per_column
+from jfla.pallas.mgpu.layouts import TILE_ROWS
 from jfla.pallas.mgpu.smem import F16
+from jfla.pallas.mgpu.types import Index, Reg
 from jfla.types import CHUNK
 
 # log2 decays are kept as float16 times this, and the ones as 1 / this: a decay loses 2^-12 of itself, or 2^-33 where
@@ -54,6 +58,27 @@ def block_spans() -> np.ndarray:
     spans[ON_BY_TWO] = (token > first[2]) & (token <= first[3])
     spans[ALL_TOKENS] = True
     return spans
+
+
+def block_decays(sums: Reg, zero: Index) -> Reg:
+    """exp2 of sums over `block_spans` [channels, NUM_BLOCK_SPANS], with which rows and columns are multiplied.
+
+    Rows are shifted up by SHIFT and columns down: those two spans shift them back.
+    """
+    span = span_numbers(zero)
+    shift = jnp.where(span < ON_BY_ONE, 0.0 * sums + SHIFT, 0.0 * sums)
+    shift = jnp.where(span < TO_CHUNK_END, 0.0 * sums - SHIFT, shift)
+    return jnp.exp2(sums + shift)
+
+
+def least_within(sums: Reg, zero: Index) -> Reg:
+    """[channels]: the least of the sums within a block."""
+    return jnp.min(jnp.where(span_numbers(zero) >= WITHIN, sums, 0.0 * sums), axis=1)
+
+
+def span_numbers(zero: Index) -> Reg:
+    """[64, NUM_BLOCK_SPANS]: the number of every column, made of an opaque zero so that none is kept."""
+    return per_column(lax.iota(jnp.int32, NUM_BLOCK_SPANS) + zero, TILE_ROWS)
 
 
 def stack_matrices(dtype: DTypeLike, *matrices: np.ndarray) -> jax.Array:

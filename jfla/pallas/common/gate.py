@@ -14,6 +14,9 @@ from jfla.pallas.mgpu.types import Reg
 LOG2E = 1.4426950408889634
 # A decay of 2^-150 is 0 in float32, and 64 of them still sum without losing the digits of a weak gate.
 STRONGEST = -150.0
+# Beside one of 2^-64 nothing is left either: sums in float32 lose more. KDA's chunks need a pass over their pairs for
+# every 170 bits that a channel loses in 16 tokens (`pair_passes.py`).
+STRONGEST_OF_CHANNEL = -64.0
 MAX_LOG_RATE = 60.0
 _TAIL = -15.0  # below, softplus(x) is exp(x) to float32
 
@@ -61,8 +64,9 @@ def log2_decay(
     bias: Any,
     softplus: Callable[[Reg], Reg] = coarse_softplus,
     times: float = 1.0,
+    strongest: float = STRONGEST,
 ) -> Reg:
-    """Raw gate input [C, channels] float32 to log2 decay in [STRONGEST, 0], times a constant.
+    """Raw gate input [C, channels] float32 to log2 decay in [strongest, 0], times a constant.
 
     `rate` is (a_log, exp(a_log)) of the head and `bias` is shaped like x; None without a gate.
     """
@@ -75,7 +79,7 @@ def log2_decay(
         x = -jnp.where(in_tail, tail, scale * near)
     elif kind.name == "sigmoid":
         x = kind.lower_bound / (1.0 + jnp.exp(-rate[1] * (x + bias)))
-    return jnp.maximum(x * (LOG2E * times), STRONGEST * times)
+    return jnp.maximum(x * (LOG2E * times), strongest * times)
 
 
 def with_resets(x: Reg, resets: Reg, times: float = 1.0) -> Reg:

@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jfla.gates import NORM_EPSILON
 from jfla.pallas.common.chunk_index import TILE_K, ChunkIndex
 from jfla.pallas.common.decay_sums import GATE_SCALE
-from jfla.pallas.common.gate import GateKind, log2_decay, with_resets
+from jfla.pallas.common.gate import STRONGEST_OF_CHANNEL, GateKind, log2_decay, with_resets
 from jfla.pallas.mgpu.copies import Copies, commit_smem
 from jfla.pallas.mgpu.iota import iota2d, per_column, per_row
 from jfla.pallas.mgpu.layouts import WGMMA
@@ -133,7 +133,14 @@ class QkTiles(NamedTuple):
         head = self.index.head
         bias = None if bias_smem is None else per_column(bias_smem[...], CHUNK)
         rate = None if self.options.no_gate else (gmem.rates[head, 0], gmem.rates[head, 1])
-        decay = log2_decay(self.options.gate, raw.astype(F32), rate, bias, times=GATE_SCALE)
+        decay = log2_decay(
+            self.options.gate,
+            raw.astype(F32),
+            rate,
+            bias,
+            times=GATE_SCALE,
+            strongest=STRONGEST_OF_CHANNEL,
+        )
         if not self.options.no_gate and self.options.time % CHUNK:
             token = iota2d(0, CHUNK) + self.index.chunk * CHUNK
             decay = jnp.where(token < self.options.time, decay, zeros(CHUNK, TILE_K))

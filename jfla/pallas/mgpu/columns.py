@@ -45,20 +45,21 @@ def split_columns(x: Reg, columns: int) -> list[Reg]:
     return split(x)  # pyright: ignore[reportCallIssue]: the first argument is Mosaic's
 
 
-def join_columns(blocks: list[Reg], count: int | None = None) -> Reg:
-    """Arrays [64, columns] side by side; and zeros, where there are fewer than `count`."""
+def join_columns(blocks: list[Reg], count: int | None = None, first: int = 0) -> Reg:
+    """Arrays [64, columns] side by side, with zeros in the place of `first` before them, `count` in all."""
     count = count or len(blocks)
     columns = blocks[0].shape[1]
     shape = (TILE_ROWS, columns * count)
     if interpreting():
         joined = jnp.concatenate(blocks, axis=1)
-        return jnp.pad(joined, ((0, 0), (0, shape[1] - joined.shape[1])))
+        before = first * columns
+        return jnp.pad(joined, ((0, 0), (before, shape[1] - before - joined.shape[1])))
     out: Any = plgpu.ShapeDtypeStruct(shape, blocks[0].dtype, WGMMA)
 
     @plgpu.inline_mgpu(arg_types=(WGMMA,) * len(blocks), return_type=out)
     def join(_: Any, *blocks: Fragments) -> Fragments:
         registers = {}
-        for i, block in enumerate(blocks):
+        for i, block in enumerate(blocks, start=first):
             for (n, half), register in parts(block).items():
                 registers[i * columns // PART + n, half] = register
         zero = utils.c(0, next(iter(registers.values())).type)

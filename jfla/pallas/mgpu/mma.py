@@ -33,7 +33,12 @@ def load(ref: Smem) -> Reg:
 
 def zeros(rows: int, columns: int) -> Reg:
     """An accumulator of zeros."""
-    return plgpu.layout_cast(jnp.zeros((rows, columns), F32), WGMMA)
+    return filled(rows, columns, 0.0)
+
+
+def filled(rows: int, columns: int, value: float) -> Reg:
+    """An accumulator to begin from."""
+    return plgpu.layout_cast(jnp.full((rows, columns), value, F32), WGMMA)
 
 
 def dot(acc: Reg, *products: tuple[Operand, Smem]) -> Reg:

@@ -26,7 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
 from jfla.pallas.common.chunk_index import TILE_K, TILE_V, ChunkGrid, PartGrid
-from jfla.pallas.common.pair_passes import BLOCK, NUM_BLOCKS, RANGE, passes_of, row_factor
+from jfla.pallas.common.pair_passes import BLOCK, NUM_BLOCKS, RANGE, SHIFT, passes_of, row_factor
 from jfla.pallas.common.qk_tiles import K, Q, QkgOperands, QkOptions, QkTiles
 from jfla.pallas.common.results import KernelGrads
 from jfla.pallas.mgpu.copies import Copies, commit_smem, load_with_layout, store_from_layout
@@ -202,7 +202,7 @@ def add_pairs(ctx: GradsKdaCta, grads: Grads) -> tuple[Grads, Index]:
 
 def write_rows(ctx: GradsKdaCta, which_pass: Index) -> None:
     """q and k with the factors of rows in a pass of their blocks."""
-    factor = row_factor(ctx.decays.rows_in_block(), RANGE * which_pass)
+    factor = row_factor(ctx.decays.rows_in_block() + SHIFT, RANGE * which_pass)
     commit_smem()  # the pass before has read its rows
     for which, target in zip((Q, K), ctx.rows):
         target[...] = (ctx.qk.scaled(which, ctx.zero) * factor).astype(BF16)
@@ -227,7 +227,7 @@ def add_block(ctx: GradsKdaCta, block: Index, which_pass: Index, grads: Grads) -
     ctx.add_to_z(-load(ctx.k_columns).astype(F32) * from_rows)
     row, _ = ctx.decays.tokens()
     in_block = (row & ~(BLOCK - 1)) == block * BLOCK
-    factor = row_factor(ctx.decays.rows_in_block(), RANGE * which_pass)
+    factor = row_factor(ctx.decays.rows_in_block() + SHIFT, RANGE * which_pass)
 
     def add_columns(which: Index, grads: tuple[Reg, Reg]) -> tuple[Reg, Reg]:
         # The other of dq and dk comes first in the next turn: side by side the two would be spilled.

@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 
 from jfla.pallas.common.beta_scaling import write_a_inv, write_beta_scaling
 from jfla.pallas.common.chunk_index import TILE_K, ChunkGrid, ChunkIndex
-from jfla.pallas.common.pair_passes import BLOCK, NUM_BLOCKS, RANGE, row_factor
+from jfla.pallas.common.pair_passes import BLOCK, NUM_BLOCKS, RANGE, SHIFT, row_factor
 from jfla.pallas.common.qk_tiles import K, Q, QkgOperands, QkOptions, QkTiles
 from jfla.pallas.common.results import IntraResults
 from jfla.pallas.mgpu.copies import (
@@ -129,7 +129,7 @@ def write_rows(
     ctx: IntraKdaCta, tile: Index, rows: Reg, which_pass: Index, rows_smem: Smem
 ) -> None:
     """q and k with the factors of rows in a pass of their blocks."""
-    factor = row_factor(rows, RANGE * which_pass)
+    factor = row_factor(rows + SHIFT, RANGE * which_pass)
     for which in (Q, K):
         rows_smem.at[which][...] = (ctx.qk.scaled(which, tile) * factor).astype(BF16)
     commit_smem()

@@ -8,7 +8,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfla.pallas.common.decay_sums import GATE_SCALE
-from jfla.pallas.common.pair_passes import BLOCK, RANGE, passes_of
+from jfla.pallas.common.pair_passes import BLOCK, GREATEST, RANGE, SHIFT, passes_of
 from jfla.pallas.mgpu.copies import commit_smem
 from jfla.pallas.mgpu.iota import iota2d, per_row
 from jfla.pallas.mgpu.layouts import COLS, WGMMA
@@ -70,7 +70,7 @@ class ChunkDecays(NamedTuple):
 
 def column_factor(columns: Reg, which_pass: Index) -> Reg:
     """The factor of the columns in a pass, of sums from `ChunkDecays.columns_to_block`."""
-    return jnp.exp2(jnp.minimum(columns - RANGE * which_pass, RANGE))
+    return jnp.exp2(jnp.minimum(columns - (SHIFT + RANGE * which_pass), GREATEST))
 
 
 def num_passes(least_smem: Smem, block: int) -> Index:

@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfla.gates import NORM_EPSILON
 from jfla.pallas.common.chunk_index import TILE_K
-from jfla.pallas.common.decay_sums import NUM_BLOCK_SPANS, WITHIN
+from jfla.pallas.common.decay_sums import block_decays, least_within
 from jfla.pallas.common.pair_passes import NUM_BLOCKS
 from jfla.pallas.common.qk_tiles import K, Q
 from jfla.pallas.common.results import KernelGrads
@@ -146,10 +146,8 @@ def write_decays(ctx: GradsKdaWarpgroup, raw_gate: Reg) -> None:
         qk.write_square_norms(tile, None if ctx.has_all_channels else ctx.gmem.qkg)
     commit_smem()
     sums = ctx.block_sums()
-    store_columns(jnp.exp2(sums), smem.block_decay.at[tile])
-    span = per_column(lax.iota(jnp.int32, NUM_BLOCK_SPANS) + ctx.zero, TILE_K)
-    sums = jnp.where(span >= WITHIN, sums, zeros(TILE_K, NUM_BLOCK_SPANS))
-    write(smem.least.at[tile], jnp.min(sums, axis=1))
+    store_columns(block_decays(sums, ctx.zero), smem.block_decay.at[tile])
+    write(smem.least.at[tile], least_within(sums, ctx.zero))
 
 
 def write_inv_norms(ctx: GradsKdaWarpgroup) -> None:

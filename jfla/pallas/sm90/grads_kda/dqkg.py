@@ -28,7 +28,7 @@ registers, a block of 16 tokens is a block of columns, and what decays a whole b
 row. The factors of pairs are those of `pair_passes.py`.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -71,6 +71,13 @@ class Grads(NamedTuple):
     dq: Blocks
     dk: Blocks
     z: Blocks  # of dg
+
+
+class Columns(NamedTuple):
+    """Of a block of tokens as columns in a pass."""
+
+    factor: Reg  # [64, BLOCK] float32
+    k: Reg  # [64, BLOCK] bf16: k with it
 
 
 def qk_block(ctx: GradsKdaWarpgroup, which: int, block: int) -> Reg:
@@ -125,16 +132,16 @@ def add_pairs(ctx: GradsKdaWarpgroup, grads: Grads) -> Grads:
     least = plgpu.load(ctx.smem.least.at[ctx.own_tile], layout=COLS)
 
     def one_pass(which_pass: Index, grads: Grads) -> Grads:
-        bits = which_pass.astype(F32) * RANGE
-        return add_pass(ctx.recompute_addresses(), bits, grads)
+        return add_pass(ctx.recompute_addresses(), which_pass, grads)
 
     return lax.fori_loop(0, passes_of(jnp.min(least)), one_pass, grads)
 
 
-def add_pass(ctx: GradsKdaWarpgroup, bits: Reg, grads: Grads) -> Grads:
-    """What pairs give in the pass that begins so many bits down, block of rows by block of rows."""
+def add_pass(ctx: GradsKdaWarpgroup, which_pass: Index, grads: Grads) -> Grads:
+    """What pairs give in a pass, block of rows by block of rows."""
     dq, dk, z = (list(blocks) for blocks in grads)
-    factors: Blocks = []  # of the columns before the block
+    bits = which_pass.astype(F32) * RANGE
+    factors: Blocks = []  # of the columns before the block; 0 behind the first pass
     for block in range(NUM_BLOCKS):
         needed = [(ROW_SUMS, block)]
         if block > 0:
@@ -144,30 +151,41 @@ def add_pass(ctx: GradsKdaWarpgroup, bits: Reg, grads: Grads) -> Grads:
             on = ctx.block_decay(ON_BY_ONE + block - 2)
             factors = [factor * on for factor in factors]
         factors += [jnp.exp2(sums - bits) for sums in to_next]
-        columns_factors = [*factors, growth(in_block, bits)]
         columns = [
-            rounded(qk_block(ctx, K, n) * factor) for n, factor in enumerate(columns_factors)
+            Columns(factor, rounded(qk_block(ctx, K, n) * factor))
+            for n, factor in enumerate([*factors, growth(in_block, bits)])
         ]
         row = row_factor(in_block, bits)
         q_rows = rounded(qk_block(ctx, Q, block) * row)
         k_rows = rounded(qk_block(ctx, K, block) * row)
         w_q = ctx.weights_rows(Q, block)
         w_k = ctx.weights_rows(K, block)
-        left = join_columns(columns, NUM_BLOCKS)
+        left = join_columns([x.k for x in columns], NUM_BLOCKS)
         none = zeros(TILE_K, BLOCK)
         dq_rows, dk_rows = dots((none, (left, transposed(w_q))), (none, (left, transposed(w_k))))
         dq[block] = dq[block] + row * dq_rows
         dk[block] = dk[block] + row * dk_rows
         z[block] = z[block] + widened(q_rows) * dq_rows + widened(k_rows) * dk_rows
         dq, dk, z = pin((dq, dk, z))
-        for n in range(block + 1):
-            # A block of columns at a time: all at once are more than there are registers for.
-            none = zeros(TILE_K, BLOCK)
-            dk_columns = short_dot(none, (q_rows, w_q), (k_rows, w_k), first_column=n * BLOCK)
-            dk[n] = dk[n] + columns_factors[n] * dk_columns
-            z[n] = z[n] - widened(columns[n]) * dk_columns
-            dk, z = pin((dk, z))
+        products = ((q_rows, w_q), (k_rows, w_k))
+        dk[block], z[block] = add_to_columns(columns[block], block, products, (dk[block], z[block]))
+        earlier = [(columns[n], n, products) for n in range(block)]
+        if earlier:
+            sums = list(zip(dk, z))[:block]
+            add = lambda sums, earlier=earlier: list(map(add_to_columns, *zip(*earlier), sums))
+            sums = lax.cond(which_pass == 0, add, lambda sums: sums, sums)
+            dk[:block], z[:block] = map(list, zip(*sums))
     return Grads(dq, dk, z)
+
+
+def add_to_columns(
+    columns: Columns, n: int, products: Any, sums: tuple[Reg, Reg]
+) -> tuple[Reg, Reg]:
+    """dk and z of block n with what rows give to it as columns; `products`: rows of q and of k, with their weights."""
+    dk, z = sums
+    # A block of columns at a time: all at once are more than there are registers for.
+    dk_columns = short_dot(zeros(TILE_K, BLOCK), *products, first_column=n * BLOCK)
+    return pin((dk + columns.factor * dk_columns, z - widened(columns.k) * dk_columns))
 
 
 def rounded(x: Reg) -> Reg:

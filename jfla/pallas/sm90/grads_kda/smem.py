@@ -13,7 +13,7 @@ Who writes what, and until when it is read:
 A consumer stages dq and dk in its tiles of q and k, which the other one does not read.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -23,12 +23,12 @@ from jax.typing import DTypeLike
 
 from jfla.pallas.common.chunk_index import TILE_K, TILE_V, ChunkIndex, ChunkPart, PartGrid
 from jfla.pallas.common.decay_sums import IN_BLOCK, NUM_BLOCK_SPANS, TO_NEXT_BLOCK
-from jfla.pallas.common.pair_passes import BLOCK
+from jfla.pallas.common.pair_passes import BLOCK, SHIFT
 from jfla.pallas.common.qk_tiles import QkgOperands, QkOptions, QkTiles
 from jfla.pallas.heuristics import HOPPER_SMEM_BYTES
 from jfla.pallas.mgpu.iota import per_row
 from jfla.pallas.mgpu.layouts import ROWS
-from jfla.pallas.mgpu.mma import dot, dots, zeros
+from jfla.pallas.mgpu.mma import dot, dots, filled, zeros
 from jfla.pallas.mgpu.opaque import opaque_zero, pin
 from jfla.pallas.mgpu.scheduler import WorkTile
 from jfla.pallas.mgpu.smem import BF16, F16, F32, num_bytes, tile_smem, transposed
@@ -195,21 +195,21 @@ class GradsKdaWarpgroup(NamedTuple):
         return self.smem.weights.at[self.zero + which].at[pl.ds(block * BLOCK, BLOCK)]
 
     def decay_sums(self, which: int) -> Reg:
-        """[64, C]: of every channel and token the sum of log2 decays by one of SUM_MATRICES."""
+        """[64, C]: of every channel and token the sum of log2 decays by one of SUM_MATRICES, shifted."""
         decay = transposed(self.smem.log2_decay.at[self.own_tile])
         matrix = transposed(self.smem.sum_matrices.at[self.zero + which])
-        return dot(zeros(TILE_K, CHUNK), (decay, matrix))
+        return dot(filled(TILE_K, CHUNK, _shift(which)), (decay, matrix))
 
     def block_decay_sums(self, *blocks: tuple[int, int]) -> list[Reg]:
         """[64, BLOCK]: the same of the tokens of a block, for every (one of SUM_MATRICES, block)."""
         decay = transposed(self.smem.log2_decay.at[self.own_tile])
-        none = zeros(TILE_K, BLOCK)
 
-        def matrix(which: int, block: int) -> Smem:
+        def sums(which: int, block: int) -> tuple[Reg, Any]:
             rows = self.smem.sum_matrices.at[self.zero + which]
-            return transposed(rows.at[pl.ds(block * BLOCK, BLOCK)])
+            matrix = transposed(rows.at[pl.ds(block * BLOCK, BLOCK)])
+            return filled(TILE_K, BLOCK, _shift(which)), (decay, matrix)
 
-        return dots(*[(none, (decay, matrix(*block))) for block in blocks])
+        return dots(*[sums(*block) for block in blocks])
 
     def block_sums(self) -> Reg:
         """[64, NUM_BLOCK_SPANS]: the sums of log2 decays over whole blocks, of every channel."""
@@ -228,6 +228,11 @@ class GradsKdaWarpgroup(NamedTuple):
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.barriers.synced)
         plgpu.barrier_wait(self.barriers.synced)
+
+
+def _shift(which: int) -> float:
+    """Of the sums of rows, or of columns: see `pair_passes.py`."""
+    return SHIFT if which == ROW_SUMS else -SHIFT
 
 
 def grads_kda_storage(spec: GradsKdaSpec, operands: QkgOperands) -> SharedStorage:

@@ -7,38 +7,40 @@ block c < b, and the sums of log2 decays G(.., ..]:
 
     q_from_start_i = q_i 2^G(f_b, i] * 2^G[0, f_b]
     D_ij = 2^G(f_b, i] * 2^G(j, f_(c+1)] * 2^G(f_(c+1), f_b]
-    D_ij = 2^G(f_b, i] * 2^-G(f_b, j]                        for j in block b too: see `pair_passes.py`
+    D_ij = 2^G(f_b, i] * 2^-G(f_b, j]                        for j in block b too
 
-No sum is the difference of two. The rows of A are q and k with the first factor, rounded once; its
+No sum is the difference of two. Rows are shifted up, and columns down: the sums and `block_decays` are
+(`pair_passes.py`). The rows of A are q and k with the first factor, rounded once; its
 columns k with the others.
 """
 
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfla.pallas.common.chunk_index import TILE_K
 from jfla.pallas.common.decay_sums import (
     ALL_TOKENS,
     FROM_CHUNK_START,
-    NUM_BLOCK_SPANS,
     ON_BY_ONE,
     ON_BY_TWO,
     TO_CHUNK_END,
-    WITHIN,
+    block_decays,
+    least_within,
 )
 from jfla.pallas.common.pair_passes import NUM_BLOCKS, RANGE, growth, row_factor
 from jfla.pallas.common.qk_tiles import K, Q
 from jfla.pallas.mgpu.copies import (
     commit_smem,
-    load_with_layout,
     store_tile,
     wait_for_stores,
     write,
 )
-from jfla.pallas.mgpu.iota import per_column, per_row
+from jfla.pallas.mgpu.iota import per_row
 from jfla.pallas.mgpu.layouts import WGMMA, WIDE
 from jfla.pallas.mgpu.mma import zeros
+from jfla.pallas.mgpu.moves import load_rows
 from jfla.pallas.mgpu.smem import BF16, F32
 from jfla.pallas.mgpu.types import Index, Reg
 from jfla.pallas.mgpu.warp_blocks import load_per_block, store_blocks, store_columns
@@ -49,6 +51,7 @@ from jfla.pallas.sm90.intra_kda.smem import (
     IntraKdaWarpgroup,
     column_positions,
 )
+from jfla.types import CHUNK
 
 
 def channel_warpgroup(ctx: IntraKdaWarpgroup, outputs: IntraKdaOutputs) -> None:
@@ -96,12 +99,9 @@ def load_decays(ctx: IntraKdaWarpgroup) -> None:
 def write_block_decays(ctx: IntraKdaWarpgroup, with_pairs: bool) -> None:
     """The decays over `block_spans`; and what the passes of pairs depend on."""
     sums = ctx.block_sums()
-    store_columns(jnp.exp2(sums), ctx.smem.block_decay.at[ctx.wg])
+    store_columns(block_decays(sums, ctx.zero), ctx.smem.block_decay.at[ctx.wg])
     if with_pairs:
-        span = per_column(lax.iota(jnp.int32, NUM_BLOCK_SPANS) + ctx.zero, TILE_K)
-        sums = jnp.where(span >= WITHIN, sums, zeros(TILE_K, NUM_BLOCK_SPANS))
-        least = jnp.min(sums, axis=1)
-        write(ctx.smem.least.at[ctx.slot, ctx.wg], least)
+        write(ctx.smem.least.at[ctx.slot, ctx.wg], least_within(sums, ctx.zero))
     commit_smem()
 
 
@@ -146,25 +146,34 @@ def start_stores(ctx: IntraKdaWarpgroup, outputs: IntraKdaOutputs) -> None:
 
 
 def further_passes(ctx: IntraKdaWarpgroup) -> None:
-    """The operands of the passes behind the first, which few gates need: q and k are read again."""
-    qkg = ctx.gmem.qkg
+    """The operands of the passes behind the first, of pairs within a block alone: q and k are read again."""
+    num_passes = ctx.num_passes(ctx.wg)
 
-    def one_pass(which_pass: Index, _: None) -> None:
-        of_pass = ctx.recompute_addresses()
-        bits = which_pass.astype(F32) * RANGE
-        begin_pass(of_pass)
-        k = load_with_layout(of_pass.qk.view(qkg.k, of_pass.wg), WGMMA)
-        column = jnp.exp2(of_pass.decay_sums(COLUMN_SUMS) - bits)
-        store_later_columns(of_pass, scaled(of_pass, K, k) * column)
-        sums = of_pass.decay_sums(ROW_SUMS)
-        factor = row_factor(sums, bits)
-        q = load_with_layout(of_pass.qk.view(qkg.q, of_pass.wg), WGMMA)
-        store_rows(of_pass, Q, scaled(of_pass, Q, q) * factor)
-        store_rows(of_pass, K, scaled(of_pass, K, k) * factor)
-        store_columns_of(of_pass, scaled(of_pass, K, k) * growth(sums, bits), distance=0)
-        end_pass(of_pass)
+    @pl.when(num_passes > 1)
+    def _():
+        qkg = ctx.gmem.qkg
+        of_passes = ctx.recompute_addresses()
+        q = load_rows(of_passes.qk.view(qkg.q, of_passes.wg))
+        k = load_rows(of_passes.qk.view(qkg.k, of_passes.wg))
+        make = lambda which_pass, _: further_pass(ctx.recompute_addresses(), which_pass, q, k)
+        lax.fori_loop(1, num_passes, make, None)
 
-    lax.fori_loop(1, ctx.num_passes(ctx.wg), one_pass, None)
+
+def further_pass(ctx: IntraKdaWarpgroup, which_pass: Index, q: Reg, k: Reg) -> None:
+    """The operands of one of them, of q and k as they were loaded."""
+    bits = which_pass.astype(F32) * RANGE
+    sums = ctx.decay_sums(ROW_SUMS)
+    factor = row_factor(sums, bits)
+    begin_pass(ctx)
+
+    @pl.when(which_pass == 1)
+    def _():
+        store_no_later_columns(ctx)
+
+    store_rows(ctx, Q, scaled(ctx, Q, q) * factor)
+    store_rows(ctx, K, scaled(ctx, K, k) * factor)
+    store_columns_of(ctx, scaled(ctx, K, k) * growth(sums, bits), distance=0)
+    end_pass(ctx)
 
 
 def scaled(ctx: IntraKdaWarpgroup, which: int, x: Reg) -> Reg:
@@ -208,6 +217,12 @@ def store_later_columns(ctx: IntraKdaWarpgroup, column: Reg) -> None:
     store_columns_of(ctx, column, distance=2)
     column = column * load_per_block(block_decay, ON_BY_TWO)
     store_columns_of(ctx, column, distance=3)
+
+
+def store_no_later_columns(ctx: IntraKdaWarpgroup) -> None:
+    """Zeros in their place."""
+    for distance in range(1, NUM_BLOCKS):
+        store_columns_of(ctx, zeros(CHUNK, TILE_K), distance)
 
 
 def finish(ctx: IntraKdaWarpgroup, outputs: IntraKdaOutputs) -> None:

@@ -58,25 +58,36 @@ def pairs_warpgroup(ctx: IntraKdaWarpgroup, outputs: IntraKdaOutputs) -> None:
 
 
 def sum_over_channels(ctx: IntraKdaWarpgroup) -> Pairs:
-    """The pairs of every block, over all tiles and passes."""
+    """The pairs of every block, over all tiles and passes.
 
-    def add_tile(tile: Index, pairs: Pairs) -> Pairs:
-        full = ctx.barriers.pairs_full.at[tile]
-        plgpu.barrier_wait(full)
+    The tiles take turns, so that the channel warpgroups make the operands of their further passes side by side.
+    """
 
-        def add(which_pass: Index, pairs: Pairs) -> Pairs:
-            @pl.when(which_pass > 0)
-            def _():
-                plgpu.barrier_wait(full)
+    def add(tile: Index, pairs: Pairs) -> Pairs:
+        pairs = add_pass(ctx, tile + ctx.zero, pairs)
+        plgpu.barrier_arrive(ctx.barriers.pairs_empty.at[tile])
+        return pairs
 
-            pairs = add_pass(ctx, tile + ctx.zero, pairs)
-            plgpu.barrier_arrive(ctx.barriers.pairs_empty.at[tile])
-            return pairs
+    def add_first(tile: Index, carry: tuple[Pairs, Index, Index]) -> tuple[Pairs, Index, Index]:
+        pairs, _, further_before = carry
+        plgpu.barrier_wait(ctx.barriers.pairs_full.at[tile])
+        # Before the arrival: behind it the channel warpgroup could overwrite the number.
+        further = ctx.num_passes(tile) - 1
+        return add(tile, pairs), further_before, further
 
-        return lax.fori_loop(0, ctx.num_passes(tile), add, pairs)
-
+    num_tiles = ctx.qk.num_tiles
     none = [zeros(CHUNK, 2 * BLOCK) for _ in range(NUM_BLOCKS)]
-    return lax.fori_loop(0, ctx.qk.num_tiles, add_tile, none)
+    carry = (none, jnp.int32(0), jnp.int32(0))
+    pairs, of_first, of_last = lax.fori_loop(0, num_tiles, add_first, carry)
+    in_turn = 2 * jnp.minimum(of_first, of_last)
+
+    def add_further(turn: Index, pairs: Pairs) -> Pairs:
+        alone = jnp.where(of_last > of_first, num_tiles - 1, 0)
+        tile = jnp.where(turn < in_turn, turn & 1, alone)
+        plgpu.barrier_wait(ctx.barriers.pairs_full.at[tile])
+        return add(tile, pairs)
+
+    return lax.fori_loop(0, of_first + of_last, add_further, pairs)
 
 
 def add_pass(ctx: IntraKdaWarpgroup, tile: Index, pairs: Pairs) -> Pairs:

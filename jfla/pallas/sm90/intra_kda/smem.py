@@ -13,12 +13,12 @@ from jax.typing import DTypeLike
 
 from jfla.pallas.common.chunk_index import TILE_K, ChunkIndex, ChunkPart, PartGrid
 from jfla.pallas.common.decay_sums import IN_BLOCK, NUM_BLOCK_SPANS, TO_NEXT_BLOCK
-from jfla.pallas.common.pair_passes import BLOCK, NUM_BLOCKS, passes_of
+from jfla.pallas.common.pair_passes import BLOCK, NUM_BLOCKS, SHIFT, passes_of
 from jfla.pallas.common.qk_tiles import QkgOperands, QkOptions, QkTiles
 from jfla.pallas.context import interpreting
 from jfla.pallas.mgpu.copies import Copies, commit_smem, prefetch_to_l2
 from jfla.pallas.mgpu.layouts import COLS
-from jfla.pallas.mgpu.mma import dot, zeros
+from jfla.pallas.mgpu.mma import dot, filled, zeros
 from jfla.pallas.mgpu.opaque import opaque_zero
 from jfla.pallas.mgpu.overlap import ReadyFlags
 from jfla.pallas.mgpu.scheduler import WorkTile
@@ -214,9 +214,10 @@ class IntraKdaWarpgroup(NamedTuple):
         return self._replace(wg=self.wg + zero, qk=qk)
 
     def decay_sums(self, which: int) -> Reg:
-        """[C, 64]: every token's sum of log2 decays by one of SUM_MATRICES."""
+        """[C, 64]: every token's sum of log2 decays by one of SUM_MATRICES, shifted: see `pair_passes.py`."""
         matrix = self.smem.sum_matrices.at[self.zero + which]
-        return dot(zeros(CHUNK, TILE_K), (matrix, self.smem.log2_decay.at[self.wg]))
+        shift = filled(CHUNK, TILE_K, SHIFT if which == ROW_SUMS else -SHIFT)
+        return dot(shift, (matrix, self.smem.log2_decay.at[self.wg]))
 
     def block_sums(self) -> Reg:
         """[64, NUM_BLOCK_SPANS]: the sums of log2 decays over whole blocks, of every channel."""
