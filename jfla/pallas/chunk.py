@@ -88,7 +88,9 @@ def grads_kernel(
     if not options.op.scalar_gate:
         if schedule.machine != "hopper":
             return mma_grads_kda(qkg_operands(x, inputs), scans, static, dtype)
-        return grads_kda(qkg_operands(x, inputs), scans, static, schedule.num_sms, dtype)
+        in_place = _writes_in_place(inputs)
+        operands = qkg_operands(x, inputs)
+        return grads_kda(operands, scans, static, schedule.num_sms, dtype, in_place=in_place)
     qk = intra_results.qk
     tokens = intra_results.token_scalars
     if schedule.machine != "hopper":

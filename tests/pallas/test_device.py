@@ -25,6 +25,8 @@ CALLS = [
 CALLS += [Call(op, "raw", time=1000, heads=16, key_dim=128, value_dim=128) for op in ("kda", "gdn")]
 # The same, with two consumers of a CTA beside four warpgroups of the other kernel.
 CALLS += [Call("gdn", "raw", batch=8, time=1000, heads=6, key_dim=128, value_dim=128)]
+# dq takes the memory of v_new.
+CALLS += [Call("kda", "mixed", time=1000, heads=8, group=1, key_dim=128, value_dim=128)]
 CALLS += [
     Call(op, gates, time=200, key_dim=key_dim, value_dim=256)
     for op, key_dim in (("gdn", 256), ("gdn", 64), ("kda", 128), ("kda", 256))

@@ -28,7 +28,8 @@ registers, a block of 16 tokens is a block of columns, and what decays a whole b
 row. The factors of pairs are those of `pair_passes.py`.
 """
 
-from typing import Any, NamedTuple
+import functools
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -58,11 +59,14 @@ from jfla.pallas.mgpu.mma import dots, load, short_dot, zeros
 from jfla.pallas.mgpu.moves import load_transposed_f32, store_transposed_f32
 from jfla.pallas.mgpu.opaque import pin
 from jfla.pallas.mgpu.smem import BF16, F32, transposed
-from jfla.pallas.mgpu.types import Gmem, Index, Reg
+from jfla.pallas.mgpu.types import Gmem, Index, Reg, Smem
 from jfla.pallas.sm90.grads_kda.smem import COLUMN_SUMS, ROW_SUMS, GradsKdaWarpgroup
 from jfla.types import CHUNK
 
 Blocks = list[Reg]  # [64, BLOCK] of every block of tokens
+Products = tuple[
+    tuple[Reg, Smem], ...
+]  # rows of q and of k [64, BLOCK], and their weights [BLOCK, C]
 
 
 class Grads(NamedTuple):
@@ -76,6 +80,7 @@ class Grads(NamedTuple):
 class Columns(NamedTuple):
     """Of a block of tokens as columns in a pass."""
 
+    block: int
     factor: Reg  # [64, BLOCK] float32
     k: Reg  # [64, BLOCK] bf16: k with it
 
@@ -152,7 +157,7 @@ def add_pass(ctx: GradsKdaWarpgroup, which_pass: Index, grads: Grads) -> Grads:
             factors = [factor * on for factor in factors]
         factors += [jnp.exp2(sums - bits) for sums in to_next]
         columns = [
-            Columns(factor, rounded(qk_block(ctx, K, n) * factor))
+            Columns(n, factor, rounded(qk_block(ctx, K, n) * factor))
             for n, factor in enumerate([*factors, growth(in_block, bits)])
         ]
         row = row_factor(in_block, bits)
@@ -168,24 +173,27 @@ def add_pass(ctx: GradsKdaWarpgroup, which_pass: Index, grads: Grads) -> Grads:
         z[block] = z[block] + widened(q_rows) * dq_rows + widened(k_rows) * dk_rows
         dq, dk, z = pin((dq, dk, z))
         products = ((q_rows, w_q), (k_rows, w_k))
-        dk[block], z[block] = add_to_columns(columns[block], block, products, (dk[block], z[block]))
-        earlier = [(columns[n], n, products) for n in range(block)]
-        if earlier:
-            sums = list(zip(dk, z))[:block]
-            add = lambda sums, earlier=earlier: list(map(add_to_columns, *zip(*earlier), sums))
-            sums = lax.cond(which_pass == 0, add, lambda sums: sums, sums)
-            dk[:block], z[:block] = map(list, zip(*sums))
+        dk, z = add_to_columns(columns[block:], products, dk, z)
+        if block > 0:
+            add_earlier = functools.partial(add_to_columns, columns[:block], products)
+            dk, z = lax.cond(which_pass == 0, add_earlier, lambda dk, z: (dk, z), dk, z)
     return Grads(dq, dk, z)
 
 
 def add_to_columns(
-    columns: Columns, n: int, products: Any, sums: tuple[Reg, Reg]
-) -> tuple[Reg, Reg]:
-    """dk and z of block n with what rows give to it as columns; `products`: rows of q and of k, with their weights."""
-    dk, z = sums
-    # A block of columns at a time: all at once are more than there are registers for.
-    dk_columns = short_dot(zeros(TILE_K, BLOCK), *products, first_column=n * BLOCK)
-    return pin((dk + columns.factor * dk_columns, z - widened(columns.k) * dk_columns))
+    columns: list[Columns], products: Products, dk: Blocks, z: Blocks
+) -> tuple[Blocks, Blocks]:
+    """dk and z with what the rows of a block give to columns."""
+    dk = list(dk)
+    z = list(z)
+    for x in columns:
+        # A block of columns at a time: all at once are more than there are registers for.
+        none = zeros(TILE_K, BLOCK)
+        dk_columns = short_dot(none, *products, first_column=x.block * BLOCK)
+        dk[x.block] = dk[x.block] + x.factor * dk_columns
+        z[x.block] = z[x.block] - widened(x.k) * dk_columns
+        dk, z = pin((dk, z))
+    return dk, z
 
 
 def rounded(x: Reg) -> Reg:

@@ -5,6 +5,9 @@ producer warpgroup issues the copies, up to a chunk ahead, of 64 columns of V at
 consumer warpgroups own 64 channels each (`consumer.py`).
 """
 
+import functools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -133,10 +136,13 @@ def grads_kda(
     options: QkOptions,
     max_ctas: int,
     out_dtype: DTypeLike,
+    *,
+    in_place: bool = False,
 ) -> KernelGrads:
     """On the host: launches the kernel.
 
-    dq and dk come in `out_dtype`, or in float32 where the caller has the VJP of the norms still to do.
+    dq and dk come in `out_dtype`, or in float32 where the caller has the VJP of the norms still to do. Under `in_place`
+    dq takes the memory of v_new where it can.
     """
     batch, heads, n_chunks, value_dim, key_dim = scans.states.shape
     num_blocks = max(key_dim // CHANNEL_BLOCK, 1)
@@ -151,10 +157,11 @@ def grads_kda(
 
     def body(
         gmem: GradsKdaOperands,
-        out_gmem: KernelGrads,
+        outputs_gmem: KernelGrads | None,
         smem: SharedStorage,
         barriers: Barriers,
     ) -> None:
+        out_gmem: Any = gmem.results if outputs_gmem is None else outputs_gmem
         cta = lax.axis_index("cta")
         wg = lax.axis_index("wg")
 
@@ -181,17 +188,10 @@ def grads_kda(
     shape = jax.ShapeDtypeStruct
     per_channel = (batch, time, heads, key_dim)
     dx = shape(per_channel, out_dtype)
-    gmem = GradsKdaOperands(
-        operands,
-        scans,
-        stack_matrices(F16, *SUM_MATRICES),
-        stack_matrices(F16, block_spans())[0],
-        stack_matrices(BF16, AFTER)[0],
-    )
-    return launch(
+    shapes = KernelGrads(dx, dx, shape(per_channel, F32), shape((*chunks, CHUNK), F32))
+    launch_with = functools.partial(
+        launch,
         body,
-        gmem,
-        KernelGrads(dx, dx, shape(per_channel, F32), shape((*chunks, CHUNK), F32)),
         grid={"cta": scheduler.num_ctas},
         num_warpgroups=KDA_CONSUMERS + 1,
         registers=REGISTERS.of(KDA_CONSUMERS),
@@ -199,3 +199,24 @@ def grads_kda(
         barriers=grads_kda_barriers(spec, operands, stages),
         name="jfla_grads_kda",
     )
+    gmem = GradsKdaOperands(
+        operands,
+        scans,
+        stack_matrices(F16, *SUM_MATRICES),
+        stack_matrices(F16, block_spans())[0],
+        stack_matrices(BF16, AFTER)[0],
+    )
+    # A CTA has read all of a chunk's v_new before it stores the chunk's dq, and no other CTA reads it with one block.
+    v_new = scans.v_new
+    if not in_place or num_blocks > 1 or (v_new.shape, v_new.dtype) != (dx.shape, dx.dtype):
+        return launch_with(inputs=gmem, outputs=shapes)
+
+    def over_v_new(gmem: GradsKdaOperands) -> KernelGrads:
+        def fill(refs: KernelGrads) -> None:
+            scans = gmem.scans._replace(v_new=refs.dq)
+            launch_with(inputs=gmem._replace(scans=scans, results=refs), outputs=None)
+
+        unwritten = jax.tree.map(lambda x: lax.empty(x.shape, x.dtype), shapes)
+        return pl.run_state(fill)(unwritten._replace(dq=gmem.scans.v_new))
+
+    return jax.custom_batching.sequential_vmap(over_v_new)(gmem)

@@ -25,6 +25,7 @@ from jfla.pallas.common.chunk_index import TILE_K, TILE_V, ChunkIndex, ChunkPart
 from jfla.pallas.common.decay_sums import IN_BLOCK, NUM_BLOCK_SPANS, TO_NEXT_BLOCK
 from jfla.pallas.common.pair_passes import BLOCK, SHIFT
 from jfla.pallas.common.qk_tiles import QkgOperands, QkOptions, QkTiles
+from jfla.pallas.common.results import KernelGrads
 from jfla.pallas.heuristics import HOPPER_SMEM_BYTES
 from jfla.pallas.mgpu.iota import per_row
 from jfla.pallas.mgpu.layouts import ROWS
@@ -46,13 +47,14 @@ ROW_SUMS, COLUMN_SUMS = range(2)  # of SUM_MATRICES
 
 
 class GradsKdaOperands(NamedTuple):
-    """What the kernel reads."""
+    """What the kernel reads; and the results, where they are references."""
 
     qkg: QkgOperands
     scans: ScanResults
     sum_matrices: Gmem  # SUM_MATRICES, float16
     block_spans: Gmem  # [NUM_BLOCK_SPANS, C] float16: see `decay_sums.block_spans`
     after: Gmem  # `decay_sums.AFTER`, bfloat16
+    results: KernelGrads | None = None
 
 
 class GradsKdaSpec(NamedTuple):

@@ -147,20 +147,16 @@ def start_stores(ctx: IntraKdaWarpgroup, outputs: IntraKdaOutputs) -> None:
 
 def further_passes(ctx: IntraKdaWarpgroup) -> None:
     """The operands of the passes behind the first, of pairs within a block alone: q and k are read again."""
-    num_passes = ctx.num_passes(ctx.wg)
-
-    @pl.when(num_passes > 1)
-    def _():
-        qkg = ctx.gmem.qkg
-        of_passes = ctx.recompute_addresses()
-        q = load_rows(of_passes.qk.view(qkg.q, of_passes.wg))
-        k = load_rows(of_passes.qk.view(qkg.k, of_passes.wg))
-        make = lambda which_pass, _: further_pass(ctx.recompute_addresses(), which_pass, q, k)
-        lax.fori_loop(1, num_passes, make, None)
+    make = lambda which_pass, _: further_pass(ctx.recompute_addresses(), which_pass)
+    lax.fori_loop(1, ctx.num_passes(ctx.wg), make, None)
 
 
-def further_pass(ctx: IntraKdaWarpgroup, which_pass: Index, q: Reg, k: Reg) -> None:
-    """The operands of one of them, of q and k as they were loaded."""
+def further_pass(ctx: IntraKdaWarpgroup, which_pass: Index) -> None:
+    """The operands of one of them."""
+    qkg = ctx.gmem.qkg
+    # Before the wait for the pairs warpgroup, beside which the loads would come later.
+    q = load_rows(ctx.qk.view(qkg.q, ctx.wg))
+    k = load_rows(ctx.qk.view(qkg.k, ctx.wg))
     bits = which_pass.astype(F32) * RANGE
     sums = ctx.decay_sums(ROW_SUMS)
     factor = row_factor(sums, bits)
