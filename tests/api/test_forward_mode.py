@@ -121,6 +121,14 @@ def tangents_of(x: dict[str, jax.Array]) -> dict[str, jax.Array]:
     return jax.tree.map(jnp.cos, x)
 
 
+@functools.cache
+def wanted(call: Call) -> tuple:
+    """What the reference makes of `draw(call)`: (outputs, tangents), and (loss, gradients)."""
+    plain = plain_of(call)
+    run = lambda x: (jvp_of(plain)(x, tangents_of(x)), jax.value_and_grad(loss_of(plain))(x))
+    return jax.jit(run)(draw(call))
+
+
 def assert_close(got, want, tolerance: float = 1e-12) -> None:
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
@@ -137,21 +145,26 @@ def test_tangents_are_those_of_the_reference(call):
     """jvp of the jitted op and jit of the jvp, and what linearize gives."""
     op, x = op_of(call), draw(call)
     dx = tangents_of(x)
-    want = jax.jit(jvp_of(plain_of(call)))(x, dx)
-    assert_close(jax.jit(jvp_of(op))(x, dx), want)
-    assert_close(jvp_of(jax.jit(op))(x, dx), want)
-    output, linear = jax.linearize(jax.jit(op), x)
-    assert_close((output, linear(dx)), want)
+
+    def linearized(x: dict[str, jax.Array], dx: dict[str, jax.Array]) -> tuple:
+        output, linear = jax.linearize(jax.jit(op), x)
+        return output, linear(dx)
+
+    forms = (jvp_of(op), jvp_of(jax.jit(op)), linearized)
+    for got in jax.jit(lambda x, dx: [form(x, dx) for form in forms])(x, dx):
+        assert_close(got, wanted(call)[0])
 
 
-@pytest.mark.parametrize("name", ["k", "a_log", "initial_state"])
-def test_tangent_of_one_argument_alone(name):
+def test_tangents_of_one_argument_alone():
     x = draw(GATED)
 
     def along(op: Callable) -> Callable:
-        return lambda a: jvp_of(lambda a: op(x | {name: a}))(a, jnp.cos(a))
+        def of(x: dict[str, jax.Array], name: str) -> tuple:
+            return jvp_of(lambda a: op(x | {name: a}))(x[name], jnp.cos(x[name]))
 
-    assert_close(jax.jit(along(op_of(GATED)))(x[name]), jax.jit(along(plain_of(GATED)))(x[name]))
+        return jax.jit(lambda x: {name: of(x, name) for name in ("k", "a_log", "initial_state")})
+
+    assert_close(along(op_of(GATED))(x), along(plain_of(GATED))(x))
 
 
 def test_forward_mode_outside_of_jit():
@@ -258,9 +271,8 @@ def test_products_with_the_hessian_by_reverse_mode_alone():
 
 @EACH_CALL
 def test_gradients_are_those_of_the_reference(call):
-    x = draw(call)
-    want = jax.jit(jax.value_and_grad(loss_of(plain_of(call))))(x)
-    assert_close(jax.jit(jax.value_and_grad(loss_of(op_of(call))))(x), want)
+    got = jax.jit(jax.value_and_grad(loss_of(op_of(call))))(draw(call))
+    assert_close(got, wanted(call)[1])
 
 
 def test_reverse_mode_is_the_closed_form_and_forward_mode_is_not():
@@ -305,7 +317,7 @@ def test_a_checkpoint_policy_finds_the_matrices(capsys):
 
 def by_rows(call: Call, run: Callable, check_vma: bool, **specs: PartitionSpec) -> Callable:
     """`run` under shard_map over the batch; the gate's parameters are the same for all devices."""
-    mesh = jax.make_mesh((4,), ("b",), axis_types=(AxisType.Auto,))
+    mesh = jax.make_mesh((2,), ("b",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     everywhere = dict.fromkeys(("a_log", "dt_bias"), PartitionSpec())
     layout = {name: everywhere.get(name, PartitionSpec("b")) for name in draw(call)}
     return jax.shard_map(
@@ -321,31 +333,32 @@ def by_rows(call: Call, run: Callable, check_vma: bool, **specs: PartitionSpec) 
 @pytest.mark.parametrize("call", [GATED, pytest.param(CALLS[1], marks=pytest.mark.slow)], ids=str)
 def test_shard_map(call, check_vma):
     """Tangents inside and outside of it, and gradients through it."""
-    x = draw(call, batch=4)
-    dx = tangents_of(x)
     op = op_of(call)
     sharded = by_rows(call, op, check_vma)
-    tangents, grads = jax.jit(
-        lambda x: (jvp_of(plain_of(call))(x, dx), jax.grad(loss_of(plain_of(call)))(x))
-    )(x)
-    assert_close(jax.jit(jvp_of(sharded))(x, dx), tangents)
-    assert_close(jax.jit(jax.grad(loss_of(sharded)))(x), grads)
     inside = by_rows(call, lambda x: jvp_of(op)(x, tangents_of(x)), check_vma)
-    assert_close(jax.jit(inside)(x), tangents)
+
+    @jax.jit
+    def run(x: dict[str, jax.Array]) -> tuple:
+        return jvp_of(sharded)(x, tangents_of(x)), inside(x), jax.grad(loss_of(sharded))(x)
+
+    outside, within, grads = run(draw(call))
+    tangents, (_, want) = wanted(call)
+    assert_close(outside, tangents)
+    assert_close(within, tangents)
+    assert_close(grads, want)
 
 
 def test_gradients_inside_of_shard_map():
     """Those of the gate's parameters are summed over the devices."""
     call = GATED
-    x = draw(call, batch=4)
-    want = jax.jit(jax.grad(loss_of(plain_of(call))))(x)
-    mesh = jax.make_mesh((4,), ("b",), axis_types=(AxisType.Auto,))
+    x = draw(call)
+    mesh = jax.make_mesh((2,), ("b",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     layout = {
         name: PartitionSpec() if name in ("a_log", "dt_bias") else PartitionSpec("b") for name in x
     }
     grad = jax.grad(loss_of(op_of(call)))
     sharded = jax.shard_map(grad, mesh=mesh, in_specs=(layout,), out_specs=layout)
-    assert_close(jax.jit(sharded)(x), want)
+    assert_close(jax.jit(sharded)(x), wanted(call)[1][1])
 
 
 def test_explicit_mesh_axes():
@@ -357,13 +370,12 @@ def test_explicit_mesh_axes():
         name: PartitionSpec("b", None, "h") if name in tokens else PartitionSpec() for name in x
     }
     placed = {name: jax.device_put(a, NamedSharding(mesh, spec[name])) for name, a in x.items()}
-    want = jax.jit(jvp_of(plain_of(call)))(x, tangents_of(x))
+    op = op_of(call)
+    run = lambda x: (jvp_of(op)(x, tangents_of(x)), jax.grad(loss_of(op))(x))
     with jax.set_mesh(mesh):
-        tangents = jax.jit(jvp_of(op_of(call)))(placed, tangents_of(placed))
-        grads = jax.jit(jax.grad(loss_of(op_of(call))))(placed)
-    assert_close(jax.device_get(tangents), jax.device_get(want))
+        tangents, grads = jax.jit(run)(placed)
+    want, (_, want_grads) = jax.device_get(wanted(call))
+    assert_close(jax.device_get(tangents), want)
     for name, a in grads.items():
         assert a.sharding.is_equivalent_to(placed[name].sharding, a.ndim)
-    assert_close(
-        jax.device_get(grads), jax.device_get(jax.jit(jax.grad(loss_of(plain_of(call))))(x))
-    )
+    assert_close(jax.device_get(grads), want_grads)

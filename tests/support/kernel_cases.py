@@ -164,10 +164,11 @@ def error(got: Any, want: Any) -> float:
 def check(call: Call, op: Callable[..., DeltaRuleOutput]) -> None:
     """`op` against the recurrence in float64 on the same, already rounded inputs: values and gradients."""
     arrays, rest = inputs(call)
-    got = results(op, arrays, rest)
+    got = jax.jit(lambda arrays: results(op, arrays, rest))(arrays)
     with jax.enable_x64(True):
         exact = jax.tree.map(lambda x: x.astype(jnp.float64), arrays)
-        want = results(getattr(jfla.reference, f"recurrent_{call.op}"), exact, rest)
+        recurrent = getattr(jfla.reference, f"recurrent_{call.op}")
+        want = jax.jit(lambda arrays: results(recurrent, arrays, rest))(exact)
         found = {name: error(got[name], want[name]) for name in want}
     over = {
         name: f"{e:.1e} > {TOLERANCE[name]:.1e}"
