@@ -1,6 +1,6 @@
 """The caller's arrays as the kernels read them: whole chunks, 16 bits, packing as decay resets; and cotangents back."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +21,10 @@ from jfla.pallas.mgpu.smem import BF16, F16, F32
 from jfla.parallel.varying import vary_with
 from jfla.types import CHUNK, Inputs, Options, State, Value
 
-# A write strength of 0 becomes this, so that dbeta can be read off what was written: 1.5e-8 is nothing beside bf16, and
-# its root, which scales rows and columns of the float16 inverse, is in float16's range.
-SMALLEST_BETA = 2.0**-26
+# A write strength of 0 becomes this, so that dbeta can be read off what was written: nothing beside the operands'
+# rounding. v_new and dv, which have it as a factor, keep their digits in the range of their dtype; so does its root in
+# float16, which scales rows and columns of the inverse.
+SMALLEST_BETA: dict[Any, float] = {BF16: 2.0**-26, F16: 2.0**-12}
 
 
 class KernelArrays(NamedTuple):
@@ -62,7 +63,7 @@ def kernel_arrays(inputs: Inputs, options: Options) -> KernelArrays:
         k = l2norm(k)
     g_dtype = inputs.g.dtype if inputs.g.dtype in (BF16, F32) else F32
     beta = write_strength(inputs.beta, options.beta_max)
-    beta = nonzero_beta(beta.astype(F32))
+    beta = nonzero_beta(beta.astype(F32), dtype)
     grid = None
     if options.aligned_segments:
         assert inputs.segment_ids is not None
@@ -177,9 +178,10 @@ def to_tokens(
     return x[:, : inputs.v.shape[1]] if grid is None else take_rows(x, grid.target)
 
 
-def nonzero_beta(beta: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """beta with SMALLEST_BETA in the place of what is closer to 0."""
-    return jnp.where(jnp.abs(beta) < SMALLEST_BETA, SMALLEST_BETA, beta)
+def nonzero_beta(beta: Float[Array, "*shape"], dtype: DTypeLike) -> Float[Array, "*shape"]:
+    """beta with SMALLEST_BETA of the operands' dtype in the place of what is closer to 0."""
+    smallest = SMALLEST_BETA[dtype]
+    return jnp.where(jnp.abs(beta) < smallest, smallest, beta)
 
 
 def chunk_major(*x: Float[Array, "B T HV"]) -> Float[Array, "B HV N S C"]:
@@ -249,12 +251,13 @@ def cotangents(
         d_state = d_initial[:, :, 0] if grid is None else jnp.moveaxis(d_initial, 2, 1)
         d_initial = vary_with(d_state.mT.astype(inputs.initial_state.dtype), *differentiable)
     beta = write_strength(without_padding(inputs.beta, inputs.segment_ids), options.beta_max)
+    dtype = operand_dtype(inputs, options)
     return Inputs(
         q=_to_query(tokens(grads.dq), inputs.q, inputs, options),
         k=_to_query(tokens(grads.dk), inputs.k, inputs, options),
         v=tokens(dv).astype(inputs.v.dtype),
         g=token_scalars(grads.dg)[..., None] if scalar_gate else tokens(grads.dg),
-        beta=token_scalars(grads.v_new_dot_dv) / nonzero_beta(beta) ** 2,
+        beta=token_scalars(grads.v_new_dot_dv) / nonzero_beta(beta, dtype) ** 2,
         gate=None,
         initial_state=d_initial,
         segment_ids=None,

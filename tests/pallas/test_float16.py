@@ -113,6 +113,23 @@ def test_gradients_are_right_at_any_size_of_the_loss(loss_scale: float):
         )
 
 
+def test_a_write_strength_of_0_has_its_gradient():
+    """dbeta is read off what a token wrote: of nothing at all it could not be."""
+    arrays, do, _ = drawn(False)
+    arrays = rounded(arrays, "float16")
+    token = jnp.arange(TIME)[None, :, None]
+    arrays["beta"] = jnp.where(token % 3 == 0, 0.0, arrays["beta"])
+    arrays["v"] = arrays["v"] * 1e-2
+    arrays["initial_state"] = arrays["initial_state"] * 1e-2
+    d_final = jnp.zeros_like(arrays["initial_state"])
+    do = do.astype("float16").astype(jnp.float32)
+    got = results(arrays, do, d_final, False, "pallas")
+    wide = {name: x.astype(jnp.float32) for name, x in arrays.items()}
+    want = results(wide, do, d_final, False, "xla")
+    for name, limit in {"dbeta": 1.5e-2, "output": 1e-3, "final_state": 1e-3}.items():
+        assert error(got[name], want[name]) < limit, name
+
+
 def test_a_row_has_its_bits_beside_any_other():
     arrays, do, d_final = drawn(False)
     arrays = rounded(arrays, "float16")
