@@ -87,14 +87,21 @@ def num_aligned_chunks(time: int, num_segments: int, chunk: int = CHUNK) -> int:
     return -(-time // chunk) + num_segments
 
 
+def segment_bounds(segment_ids: Int[Array, "B T"], num_segments: int) -> Int[Array, "B S_plus_1"]:
+    """Tokens of the segments 1 .. s, for s = 0 .. S: where each segment begins and ends."""
+    segments = jnp.arange(num_segments + 1)[None, None]
+    ids = segment_ids[:, :, None]
+    return jnp.sum((ids > 0) & (ids <= segments), axis=1)
+
+
 def align(segment_ids: Int[Array, "B T"], num_segments: int, chunk: int = CHUNK) -> Aligned:
     """Lays packed segments on chunk boundaries, in a grid of `num_aligned_chunks` chunks."""
     time = segment_ids.shape[1]
     n_chunks = num_aligned_chunks(time, num_segments, chunk)
-    segments = jnp.arange(1, num_segments + 1)
-    lengths = jnp.sum(segment_ids[:, :, None] == segments[None, None], axis=1)  # [B, S]
-    first_token = jnp.cumsum(lengths, axis=1) - lengths
-    last_chunk = jnp.cumsum(-(-lengths // chunk), axis=1)
+    bounds = segment_bounds(segment_ids, num_segments)
+    first_token = bounds[:, :-1]
+    end_token = bounds[:, 1:]
+    last_chunk = jnp.cumsum(-((first_token - end_token) // chunk), axis=1)
     first_chunk = jnp.pad(last_chunk, ((0, 0), (1, 0)))
     # Aligned row minus packed position, per segment.
     shift = first_chunk[:, :-1] * chunk - first_token
@@ -106,7 +113,7 @@ def align(segment_ids: Int[Array, "B T"], num_segments: int, chunk: int = CHUNK)
     segment = jnp.minimum(segment, num_segments - 1)
     row_segment = jnp.repeat(segment, chunk, axis=1)
     source = jnp.arange(n_chunks * chunk)[None] - jnp.take_along_axis(shift, row_segment, axis=1)
-    end = jnp.take_along_axis(first_token + lengths, row_segment, axis=1)
+    end = jnp.take_along_axis(end_token, row_segment, axis=1)
     return Aligned(jnp.where(source < end, source, time), target, segment, first_chunk)
 
 

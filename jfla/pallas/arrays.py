@@ -9,15 +9,21 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jfla._inputs.canonicalize import without_padding
 from jfla.gates import Gate, l2norm, log_decay, write_strength
-from jfla.packing import Aligned, align, starts, take_rows
+from jfla.packing import (
+    Aligned,
+    align,
+    starts,
+    take_rows,
+)
 from jfla.pallas.common.chunk_index import CHANNEL_BLOCK
 from jfla.pallas.common.gate import LOG2E, STRONGEST, gate_kind, gate_parameters, reset_rows
+from jfla.pallas.common.packed_rows import PackedRows, Rows
 from jfla.pallas.common.qk_tiles import QkgOperands, QkOptions
 from jfla.pallas.common.results import KernelGrads
-from jfla.pallas.common.scan.spec import segment_table
 from jfla.pallas.heuristics import Dims
 from jfla.pallas.machine import on_hopper
 from jfla.pallas.mgpu.smem import BF16, F16, F32
+from jfla.pallas.segments import SegmentChunks, in_place, segment_chunks, with_ends
 from jfla.parallel.varying import vary_with
 from jfla.types import CHUNK, Inputs, Options, State, Value
 
@@ -27,20 +33,28 @@ from jfla.types import CHUNK, Inputs, Options, State, Value
 SMALLEST_BETA: dict[Any, float] = {BF16: 2.0**-26, F16: 2.0**-12}
 
 
+class SegmentGrid(NamedTuple):
+    """The grid in which every packed segment begins with a chunk, and where its chunks lie among the tokens."""
+
+    aligned: Aligned
+    chunks: SegmentChunks
+
+
 class KernelArrays(NamedTuple):
     """T is a multiple of the chunk. The tail and padding are 0: they write nothing and decay nothing.
 
-    With `grid` T is that of the aligned grid, and there are S states to begin from; else one.
+    With `grid` T is that of the aligned grid; q, k, v and the gate of a channel are `PackedRows`, in place, and so are
+    the states of segments to begin from.
     """
 
-    q: Float[Array, "B T H K"]
-    k: Float[Array, "B T H K"]
-    v: Float[Array, "B T HV V"]
-    g: Float[Array, "B T HV G"]
+    q: Rows  # [B, T, H, K]
+    k: Rows  # [B, T, H, K]
+    v: Rows  # [B, T, HV, V]
+    g: Rows  # [B, T, HV, G]
     beta: Float[Array, "B T HV"]
-    initial: Float[Array, "B HV S V K"] | None
+    initial: Float[Array, "B HV 1 V K"] | Float[Array, "B S HV K V"] | None
     resets: Float[Array, "B T"] | None
-    grid: Aligned | None = None  # where every packed segment begins with a chunk
+    grid: SegmentGrid | None = None
 
     @property
     def dims(self) -> Dims:
@@ -50,7 +64,7 @@ class KernelArrays(NamedTuple):
     @property
     def segments(self) -> Int[Array, "B S 3"] | None:
         """`segment_table` of segments that are scanned side by side."""
-        return None if self.grid is None else segment_table(self.grid.first_chunk)
+        return None if self.grid is None else self.grid.chunks.table
 
 
 def kernel_arrays(inputs: Inputs, options: Options) -> KernelArrays:
@@ -68,16 +82,17 @@ def kernel_arrays(inputs: Inputs, options: Options) -> KernelArrays:
     if options.aligned_segments:
         assert inputs.segment_ids is not None
         assert options.num_segments is not None
-        grid = align(inputs.segment_ids, options.num_segments)
-    one_state = inputs.initial_state is None or inputs.initial_state.ndim == 4
-    to_state = to_kernel_state if one_state else to_kernel_states
+        packing = (inputs.segment_ids, options.num_segments)
+        grid = SegmentGrid(align(*packing), segment_chunks(*packing))
+    of_gate = _chunk_scalars if options.op.scalar_gate else whole_chunks
+    initial = inputs.initial_state
     return KernelArrays(
-        q=_whole_chunks(q, dtype, inputs, grid),
-        k=_whole_chunks(k, dtype, inputs, grid),
-        v=_whole_chunks(inputs.v, dtype, inputs, grid),
-        g=_whole_chunks(inputs.g, g_dtype, inputs, grid),
-        beta=_whole_chunks(beta, F32, inputs, grid),
-        initial=to_state(inputs.initial_state),
+        q=whole_chunks(q, dtype, inputs, grid),
+        k=whole_chunks(k, dtype, inputs, grid),
+        v=whole_chunks(inputs.v, dtype, inputs, grid),
+        g=of_gate(inputs.g, g_dtype, inputs, grid),
+        beta=_chunk_scalars(beta, F32, inputs, grid),
+        initial=to_kernel_state(initial) if grid is None else initial,
         resets=_resets(inputs, grid),
         grid=grid,
     )
@@ -122,21 +137,28 @@ def times_rows(x: Float[Array, "B *rest"], scale: Float[Array, " B"]) -> Float[A
     return (x * factor).astype(x.dtype)
 
 
-def _resets(inputs: Inputs, grid: Aligned | None) -> Float[Array, "B T"] | None:
+def _resets(inputs: Inputs, grid: SegmentGrid | None) -> Float[Array, "B T"] | None:
     """`reset_rows` of a packed call, in whole chunks. Where segments are aligned nothing is left to reset."""
     if inputs.segment_ids is None:
         return None
     if grid is not None:
-        return (grid.source == inputs.segment_ids.shape[1]).astype(F32)
+        return (grid.aligned.source == inputs.segment_ids.shape[1]).astype(F32)
     rows = reset_rows(inputs.segment_ids, starts(inputs.segment_ids))
     return jnp.pad(rows, ((0, 0), (0, -rows.shape[1] % CHUNK)), constant_values=1.0)
 
 
-def _whole_chunks(x: Array, dtype: DTypeLike, inputs: Inputs, grid: Aligned | None) -> Array:
-    """[B, T, ..] in `dtype`, 0 on padding, whatever was there, and in the tail of the last chunk."""
+def whole_chunks(x: Array, dtype: DTypeLike, inputs: Inputs, grid: SegmentGrid | None) -> Rows:
+    """Rows [B, T, heads, D] in `dtype`: 0 on padding, whatever was there, and in the tail of the last chunk."""
+    if grid is None:
+        return _chunk_scalars(x, dtype, inputs, None)
+    return in_place(x.astype(dtype), grid.chunks)
+
+
+def _chunk_scalars(x: Array, dtype: DTypeLike, inputs: Inputs, grid: SegmentGrid | None) -> Array:
+    """The same of numbers [B, T, ..] that are few, which are copied where segments are aligned."""
     x = x.astype(dtype)
     if grid is not None:
-        return take_rows(x, grid.source)
+        return take_rows(x, grid.aligned.source)
     if inputs.segment_ids is not None:
         x = jnp.where(_match(inputs.segment_ids > 0, x), x, jnp.zeros((), dtype))
     tail = -x.shape[1] % CHUNK
@@ -155,27 +177,21 @@ def to_kernel_state(state: State | None) -> Float[Array, "B HV 1 V K"] | None:
 def to_kernel_states(
     states: Float[Array, "B S HV K V"] | None,
 ) -> Float[Array, "B HV S V K"] | None:
-    """S^T float32 of several states in a row: of its segments, or along time."""
+    """S^T float32 of several states along time in a row."""
     return None if states is None else jnp.moveaxis(states.astype(F32).mT, 1, 2)
 
 
-def kernel_cotangent(
-    do: Float[Array, "B T HV V"],
-    dtype: DTypeLike,
-    inputs: Inputs,
-    grid: Aligned | None,
-) -> Float[Array, "B T_whole HV V"]:
-    """The cotangent of the output like v: whole chunks, in `dtype`, 0 on padding."""
-    return _whole_chunks(do, dtype, inputs, grid)
-
-
 def to_tokens(
-    x: Float[Array, "B T_whole *rest"],
+    x: Rows,
     inputs: Inputs,
-    grid: Aligned | None,
+    grid: SegmentGrid | None,
 ) -> Float[Array, "B T *rest"]:
     """Of whole chunks the rows of the caller's tokens; 0 on padding where segments are aligned."""
-    return x[:, : inputs.v.shape[1]] if grid is None else take_rows(x, grid.target)
+    if grid is None:
+        return x[:, : inputs.v.shape[1]]
+    if isinstance(x, PackedRows):
+        return with_ends(x, grid.chunks)
+    return take_rows(x, grid.aligned.target)
 
 
 def nonzero_beta(beta: Float[Array, "*shape"], dtype: DTypeLike) -> Float[Array, "*shape"]:
@@ -228,9 +244,9 @@ def qk_options(x: KernelArrays, inputs: Inputs, options: Options) -> QkOptions:
 def cotangents(
     inputs: Inputs,
     options: Options,
-    grid: Aligned | None,
+    grid: SegmentGrid | None,
     grads: KernelGrads,
-    dv: Array,
+    dv: Rows,
     d_initial: Array | None,
 ) -> Inputs:
     """From what the kernels leave, per value head and in whole chunks, to the cotangents of the caller's arrays.
@@ -239,7 +255,7 @@ def cotangents(
     """
     differentiable = (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta)
 
-    def tokens(x: Array) -> Array:
+    def tokens(x: Rows) -> Array:
         x = vary_with(to_tokens(x, inputs, grid), *differentiable)
         return x if grid is not None else without_padding(x, inputs.segment_ids)
 
@@ -248,8 +264,8 @@ def cotangents(
 
     scalar_gate = options.op.scalar_gate
     if d_initial is not None and inputs.initial_state is not None:
-        d_state = d_initial[:, :, 0] if grid is None else jnp.moveaxis(d_initial, 2, 1)
-        d_initial = vary_with(d_state.mT.astype(inputs.initial_state.dtype), *differentiable)
+        d_state = d_initial[:, :, 0].mT if grid is None else d_initial
+        d_initial = vary_with(d_state.astype(inputs.initial_state.dtype), *differentiable)
     beta = write_strength(without_padding(inputs.beta, inputs.segment_ids), options.beta_max)
     dtype = operand_dtype(inputs, options)
     return Inputs(

@@ -16,7 +16,6 @@ from jfla.pallas.arrays import (
     cotangent_scale,
     cotangents,
     kernel_arrays,
-    kernel_cotangent,
     log2_decays,
     operand_dtype,
     qk_options,
@@ -25,9 +24,11 @@ from jfla.pallas.arrays import (
     to_kernel_state,
     to_kernel_states,
     to_tokens,
+    whole_chunks,
 )
 from jfla.pallas.common.chunk_index import TimeSpan
 from jfla.pallas.common.intra_gdn import IntraGdnConfig, intra_gdn
+from jfla.pallas.common.packed_rows import Rows
 from jfla.pallas.common.qk_tiles import QkOptions
 from jfla.pallas.common.results import IntraResults, KernelGrads
 from jfla.pallas.common.scan.spec import ScanConfig
@@ -213,10 +214,11 @@ def _backward(
     x = kernel_arrays(inputs, options)
     with jax.named_scope("jfla_intra"):
         intra_results = run(intra_kernel(x, inputs, options, schedule, with_a=False))
-    do = kernel_cotangent(d_output, x.v.dtype, inputs, x.grid)
+    do = whole_chunks(d_output, x.v.dtype, inputs, x.grid)
     group_chunks = options.chunks_per_state
-    one_state = group_chunks is None and x.grid is None
-    d_last = to_kernel_state(d_final) if one_state else to_kernel_states(d_final)
+    d_last = d_final
+    if x.grid is None:
+        d_last = (to_kernel_state if group_chunks is None else to_kernel_states)(d_final)
     if group_chunks is not None:
         schedule = _undivided(schedule)
     entered, split_r = residuals.entered, residuals.split_r
@@ -246,7 +248,7 @@ def both_scans(
     schedule: Schedule,
     qk: QK,
     pairs: IntraChunk,
-    do: Array,
+    do: Rows,
     d_last: Array | None,
     entered: Entered | None = None,
     group_chunks: int | None = None,
@@ -298,7 +300,7 @@ class _BySpan:
         d_last: Array | None,
     ) -> tuple[KernelGrads, Array, Array | None]:
         """The gradients, dv, and dS^T before the first chunk."""
-        batch, heads, n_chunks, value_dim, key_dim, _ = x.dims
+        batch, heads, _, value_dim, key_dim, _ = x.dims
         checkpoints: Any = residuals.state_checkpoints
 
         def fill(refs: Any) -> None:
@@ -334,7 +336,7 @@ class _BySpan:
             return lax.empty(shape.shape, shape.dtype)
 
         time = x.v.shape[1]
-        shapes = result_shapes((batch, time, heads, key_dim), n_chunks, self.static, self.out_dtype)
+        shapes = result_shapes(x.q, (batch, time, heads, key_dim), self.static, self.out_dtype)
         if d_last is None:
             d_last = jnp.zeros((batch, heads, 1, value_dim, key_dim), F32)
         dv_shape = jax.ShapeDtypeStruct(x.v.shape, x.v.dtype)

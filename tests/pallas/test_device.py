@@ -24,7 +24,7 @@ CALLS = [
 # In one launch.
 CALLS += [Call(op, "raw", time=1000, heads=16, key_dim=128, value_dim=128) for op in ("kda", "gdn")]
 # The same, with two consumers of a CTA beside four warpgroups of the other kernel.
-CALLS += [Call("gdn", "raw", batch=8, time=1000, heads=6, key_dim=128, value_dim=128)]
+CALLS += [Call("gdn", "raw", batch=2, time=1000, heads=17, group=1, key_dim=64, value_dim=128)]
 # dq takes the memory of v_new.
 CALLS += [Call("kda", "mixed", time=1000, heads=8, group=1, key_dim=128, value_dim=128)]
 CALLS += [
@@ -33,6 +33,16 @@ CALLS += [
     for gates in ("strong", "raw")
 ]
 CALLS += [Call("gdn", "mixed", time=200, key_dim=256, value_dim=64)]
+# Chunks of packed segments in place, from any row on.
+CALLS += [
+    Call(op, gates, 2, time, key_dim=dim, value_dim=dim, segments=segments, segment_states=True)
+    for op in ("kda", "gdn")
+    for gates, time, dim, segments in (
+        ("raw", 1003, 128, 3),
+        ("mixed", 777, 64, 20),
+        ("strong", 300, 256, 3),
+    )
+]
 
 
 @pytest.mark.gpu

@@ -18,7 +18,8 @@ from support.kernel_cases import (
 
 import jfla
 from jfla.packing import align
-from jfla.pallas.common.scan.spec import segment_table
+from jfla.pallas.common.packed_rows import PackedRows
+from jfla.pallas.segments import in_place, segment_chunks, with_ends
 
 SLOW = pytest.mark.slow
 
@@ -104,9 +105,50 @@ def test_segments_are_scanned_by_themselves_where_their_number_is_known(monkeypa
 
 
 def test_the_longest_segments_start_first():
+    """Padding is a segment behind the others, of two tokens here."""
     ids = packed([3, 130, 0, 65], 200)
-    table = segment_table(align(ids, 4).first_chunk)
-    np.testing.assert_array_equal(table, [[[1, 1, 4], [3, 4, 6], [0, 0, 1], [2, 4, 4]]])
+    table = segment_chunks(ids, 4).table
+    of_segments = [[1, 1, 4], [3, 4, 6], [0, 0, 1], [4, 6, 7], [2, 4, 4]]
+    np.testing.assert_array_equal(table, [of_segments])
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        [[70, 0, 64, 1, 130], [0, 0, 0, 0, 0]],
+        [[64, 64, 64, 64, 64], [1, 1, 1, 1, 1]],
+        [[0, 0, 335, 0, 0], [128, 0, 3, 0, 204]],
+    ],
+)
+def test_chunks_are_read_and_written_in_place(lengths: list[list[int]]):
+    """Each in its row, tokens in their order, from a segment's first one; what padding writes lies on padding."""
+    time = 335
+    num_segments = len(lengths[0])
+    ids = jnp.concatenate([packed(row, time) for row in lengths])
+    chunks = segment_chunks(ids, num_segments)
+    tokens = jnp.arange(1, 2 * time + 1, dtype=jnp.float32).reshape(2, time, 1, 1)
+    x = in_place(jnp.where(ids[:, :, None, None] > 0, tokens, jnp.nan), chunks)
+    written = PackedRows(*(np.full(a.shape, -1.0, np.float32) for a in (x.tokens, x.ends)))
+
+    def chunk_at(x: PackedRows, row: int, place: int) -> np.ndarray:
+        at_end = place < 0
+        whole = np.asarray(x.ends[row, -1 - place] if at_end else x.tokens[row, place : place + 64])
+        return whole[:, 0, 0]
+
+    for row in range(2):
+        seen = []
+        for read, place in np.asarray(chunks.places[row]):
+            found = chunk_at(x, row, read)
+            seen.append(found[found > 0])
+            target = (
+                written.ends[row, -1 - place] if place < 0 else written.tokens[row, place:][:64]
+            )
+            target[:, 0, 0] = found
+        in_order = np.asarray(tokens[row, :, 0, 0])[np.asarray(ids[row]) > 0]
+        np.testing.assert_array_equal(np.concatenate(seen), in_order)
+    got = with_ends(PackedRows(*map(jnp.asarray, written[:2])), chunks)
+    want = jnp.where(ids[:, :, None, None] > 0, tokens, 0.0)
+    np.testing.assert_array_equal(got, want)
 
 
 def test_a_state_for_each_segment_is_refused_over_devices():

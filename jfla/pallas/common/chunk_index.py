@@ -1,11 +1,14 @@
 """Which chunk a CTA works on, and where its rows and tiles lie in global memory."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from jfla.pallas.common.packed_rows import READ, WRITTEN, PackedRows, Rows
+from jfla.pallas.mgpu.row_tiles import any_row
 from jfla.pallas.mgpu.types import Gmem, Index
 from jfla.types import CHUNK
 
@@ -20,6 +23,12 @@ class ChunkIndex(NamedTuple):
     batch: Index
     head: Index
     chunk: Index
+    places: Gmem = None  # `places_of` rows that the kernel reads
+
+    @property
+    def number(self) -> tuple[Index, Index, Index]:
+        """Its place in an array [B, HV, N]."""
+        return self.batch, self.head, self.chunk
 
     @property
     def tokens(self) -> Index:
@@ -27,18 +36,38 @@ class ChunkIndex(NamedTuple):
 
     def tile(self, ref_gmem: Gmem) -> Gmem:
         """Its part of an array [B, HV, N, ...]."""
-        return ref_gmem.at[self.batch, self.head, self.chunk]
+        return ref_gmem.at[self.number]
 
-    def rows(self, ref_gmem: Gmem, value_heads: int, columns: Index = slice(None)) -> Gmem:
-        """Its rows of an array [B, T, heads, D]; with fewer heads, a group of value heads shares one."""
-        group = jnp.int32(value_heads // ref_gmem.shape[2])
-        return ref_gmem.at[self.batch, self.tokens, lax.div(self.head, group), columns]
+    def for_rows(
+        self,
+        ref_gmem: Rows,
+        value_heads: int,
+        columns: Index,
+        use: Callable[[Gmem], Any],
+        which: int = READ,
+    ) -> Any:
+        """`use` of its rows of [B, T, heads, D], which may be `PackedRows`, to be READ or WRITTEN.
 
-    def tile_or_rows(self, ref_gmem: Gmem, value_heads: int) -> Gmem:
-        """Its part of [B, HV, N, C, K] or of [B, T, heads, K]."""
-        if len(ref_gmem.shape) == 5:
-            return self.tile(ref_gmem)
-        return self.rows(ref_gmem, value_heads)
+        With fewer heads than value heads, a group of value heads shares one.
+        """
+        head = lax.div(self.head, jnp.int32(value_heads // ref_gmem.shape[2]))
+        if not isinstance(ref_gmem, PackedRows):
+            return use(ref_gmem.at[self.batch, self.tokens, head, columns])
+        place = self.places[self.batch, self.chunk, which]
+
+        def in_place() -> Any:
+            return use(ref_gmem.tokens.at[self.batch, pl.ds(any_row(place), CHUNK), head, columns])
+
+        def at_end() -> Any:
+            return use(ref_gmem.ends.at[self.batch, -1 - place, :, head, columns])
+
+        return lax.cond(place >= 0, in_place, at_end)
+
+    def for_written_rows(
+        self, ref_gmem: Rows, value_heads: int, columns: Index, use: Callable[[Gmem], Any]
+    ) -> Any:
+        """`for_rows` of what the kernel writes."""
+        return self.for_rows(ref_gmem, value_heads, columns, use, WRITTEN)
 
 
 class ChunkGrid(NamedTuple):
@@ -56,11 +85,18 @@ class ChunkGrid(NamedTuple):
     def num_tiles(self) -> int:
         return self.batch * self.heads * self.n_chunks
 
-    def __call__(self, tile_index: Index) -> ChunkIndex:
+    def used_tiles(self, x: Rows) -> Index | None:
+        """Tiles up to the last chunk with tokens of rows that the kernel reads; None: all."""
+        if not isinstance(x, PackedRows):
+            return None
+        return x.most_chunks[0] * (self.batch * self.heads)
+
+    def __call__(self, tile_index: Index, places: Gmem = None) -> ChunkIndex:
         heads = jnp.int32(self.heads)
         batch = jnp.int32(self.batch)
         rest = lax.div(tile_index, heads)
-        return ChunkIndex(lax.rem(rest, batch), lax.rem(tile_index, heads), lax.div(rest, batch))
+        head = lax.rem(tile_index, heads)
+        return ChunkIndex(lax.rem(rest, batch), head, lax.div(rest, batch), places)
 
 
 class ChunkPart(NamedTuple):
@@ -85,12 +121,12 @@ class PartGrid(NamedTuple):
     def num_parts(self) -> int:
         return self.chunks.num_tiles * self.num_blocks
 
-    def __call__(self, tile_index: Index) -> ChunkPart:
+    def __call__(self, tile_index: Index, places: Gmem = None) -> ChunkPart:
         if self.num_blocks == 1:
-            return ChunkPart(self.chunks(tile_index), 0)
+            return ChunkPart(self.chunks(tile_index, places), 0)
         num_blocks = jnp.int32(self.num_blocks)
         block = lax.rem(tile_index, num_blocks)
-        index = self.chunks(lax.div(tile_index, num_blocks))
+        index = self.chunks(lax.div(tile_index, num_blocks), places)
         return ChunkPart(index, block * self.tiles_per_block)
 
 

@@ -18,7 +18,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
 from jfla.pallas.common.beta_scaling import write_a_inv, write_beta_scaling, write_lower
-from jfla.pallas.common.chunk_index import TILE_K, ChunkGrid
+from jfla.pallas.common.chunk_index import TILE_K, ChunkGrid, ChunkIndex
+from jfla.pallas.common.packed_rows import Rows, places_of
 from jfla.pallas.common.qk_tiles import K, Q, QkOptions, QkTiles
 from jfla.pallas.common.results import IntraResults
 from jfla.pallas.common.token_decay import pair_decay
@@ -231,14 +232,14 @@ def intra_of_chunk(
     store_tile(ctx.vectors.token_scalars, index.tile(out_gmem.token_scalars))
     if out_gmem.intra is not None:
         compute_a(ctx, out_gmem.intra)
-    ready_flags.signal(index)
+    ready_flags.signal(index.number)
     # The next chunk is loaded over what these stores read.
     wait_for_stores(read_only=True)
 
 
 def intra_gdn(
-    q: jax.Array,
-    k: jax.Array,
+    q: Rows,
+    k: Rows,
     token_inputs: jax.Array,
     options: QkOptions,
     config: IntraGdnConfig,
@@ -262,14 +263,16 @@ def intra_gdn(
         wg = lax.axis_index("wg")
 
         def work_on(work: WorkTile) -> None:
-            ctx = _warpgroup(spec, smem, barriers, wg, work)
+            index = spec.grid(work.tile_index, places_of(gmem.q))
+            ctx = _warpgroup(spec, smem, barriers, wg, work, index)
             intra_of_chunk(ctx, gmem, out_gmem, ready_flags)
 
         # Beside a consumer with more warpgroups, some have no part in this kernel.
         @pl.when(wg < spec.wgs_per_cta)
         def _():
             write_iota(smem.vectors.iota.at[wg])
-            scheduler.for_each_tile(work_on, cta, wg)
+            tiles = scheduler.up_to(spec.grid.used_tiles(gmem.q))
+            tiles.for_each_tile(work_on, cta, wg)
 
         wait_for_stores()
 
@@ -292,7 +295,7 @@ def intra_gdn(
 
 
 def _intra_spec(
-    q: jax.Array, inputs_shape: tuple[int, ...], options: QkOptions, wgs_per_cta: int
+    q: Rows, inputs_shape: tuple[int, ...], options: QkOptions, wgs_per_cta: int
 ) -> IntraGdnSpec:
     batch, heads, n_chunks, num_token_inputs, _ = inputs_shape
     return IntraGdnSpec(
@@ -306,7 +309,12 @@ def _intra_spec(
 
 
 def _warpgroup(
-    spec: IntraGdnSpec, smem: SharedStorage, barriers: Barriers | None, wg: Index, work: WorkTile
+    spec: IntraGdnSpec,
+    smem: SharedStorage,
+    barriers: Barriers | None,
+    wg: Index,
+    work: WorkTile,
+    index: ChunkIndex,
 ) -> IntraGdnWarpgroup:
     """In the kernel: a warpgroup's view of shared memory and of its chunk."""
     row = wg + work.zero
@@ -316,7 +324,7 @@ def _warpgroup(
     vectors = TokenVectors(*[None if x is None else x.at[row] for x in smem.vectors])
     qk = QkTiles(
         options=spec.options,
-        index=spec.grid(work.tile_index),
+        index=index,
         value_heads=spec.grid.heads,
         num_tiles=spec.num_tiles,
         q=q_smem,

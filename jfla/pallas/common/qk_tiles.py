@@ -1,18 +1,18 @@
 """q, k and the gate of a chunk in shared memory, by tiles of 64 channels: loaded, gated, normalised."""
 
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfla.gates import NORM_EPSILON
 from jfla.pallas.common.chunk_index import TILE_K, ChunkIndex
 from jfla.pallas.common.decay_sums import GATE_SCALE
 from jfla.pallas.common.gate import STRONGEST_OF_CHANNEL, GateKind, log2_decay, with_resets
-from jfla.pallas.mgpu.copies import Copies, commit_smem
+from jfla.pallas.mgpu.copies import Copies, commit_smem, load_with_layout
 from jfla.pallas.mgpu.iota import iota2d, per_column, per_row
 from jfla.pallas.mgpu.layouts import WGMMA
 from jfla.pallas.mgpu.mma import zeros
@@ -68,14 +68,15 @@ class QkTiles(NamedTuple):
         """Where a tile lies among all channels."""
         return pl.ds((tile ^ self.first) * TILE_K, TILE_K)
 
-    def view(self, ref_gmem: Gmem, tile: Index) -> Gmem:
-        """A tile of an array [B, T, heads, K]."""
-        return self.index.rows(ref_gmem, self.value_heads, self.columns(tile))
+    def for_rows(self, ref_gmem: Gmem, tile: Index, use: Callable[[Gmem], Any]) -> Any:
+        """`use` of a tile of an array [B, T, heads, K]."""
+        return self.index.for_rows(ref_gmem, self.value_heads, self.columns(tile), use)
 
     def prefetch(self, tile: Index, q_gmem: Gmem, k_gmem: Gmem, copies: Copies) -> None:
         """Starts the copies of a tile of q and of k."""
         for source, target in ((q_gmem, self.q), (k_gmem, self.k)):
-            copies.start(self.view(source, tile), target.at[tile])
+            start = functools.partial(copies.start, target_smem=target.at[tile])
+            self.for_rows(source, tile, start)
 
     def write_square_norms(self, tile: Index, gmem: QkgOperands | None = None) -> None:
         """Writes the row sums of x^2 of a tile, and of the tiles that have no line of their own in `square_norms`.
@@ -90,7 +91,7 @@ class QkTiles(NamedTuple):
                 if gmem is None or n < self.num_tiles:
                     y = tiles[tile ^ n]
                 else:
-                    y = plgpu.load(self.view(gmem[which], tile ^ n), layout=WGMMA, optimized=False)
+                    y = self.for_rows(gmem[which], tile ^ n, lambda x: load_with_layout(x, WGMMA))
                 total += y.astype(F32) * y.astype(F32)
             self.square_norms.at[which, tile][...] = jnp.sum(total, axis=1)
 
@@ -112,10 +113,9 @@ class QkTiles(NamedTuple):
 
     def load_raw_gate(self, gmem: QkgOperands, tile: Index, layout: Layout = WGMMA) -> Reg:
         """A tile of g as the caller passed it, straight from global memory."""
-        view = self.view(gmem.g, tile)
         if layout == WGMMA:
-            return load_rows(view)
-        return plgpu.load(view, layout=layout, optimized=False)
+            return self.for_rows(gmem.g, tile, load_rows)
+        return self.for_rows(gmem.g, tile, lambda x: load_with_layout(x, layout))
 
     def write_decays(
         self, tile: Index, gmem: QkgOperands, bias_smem: Smem, resets_smem: Smem, decay_smem: Smem

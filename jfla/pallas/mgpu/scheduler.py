@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 
 from jfla.pallas.mgpu.opaque import opaque_zero
 from jfla.pallas.mgpu.types import Index
@@ -31,7 +32,7 @@ class WorkTile(NamedTuple):
 
     @property
     def has_next(self) -> Index:
-        return self.next_index < self.scheduler.num_tiles
+        return self.next_index < self.scheduler.end
 
     @property
     def has_previous(self) -> Index:
@@ -39,11 +40,31 @@ class WorkTile(NamedTuple):
 
 
 class TileScheduler(NamedTuple):
-    """`num_tiles` tiles over at most `max_ctas` CTAs, in each of which `wgs_per_cta` warpgroups take tiles alone."""
+    """`num_tiles` tiles over at most `max_ctas` CTAs, in each of which `wgs_per_cta` warpgroups take tiles alone.
+
+    With a `limit`, known to the kernel alone, only so many of the tiles are taken.
+    """
 
     num_tiles: int
     max_ctas: int
     wgs_per_cta: int = 1
+    limit: Index | None = None
+
+    def up_to(self, limit: Index | None) -> "TileScheduler":
+        """In the kernel: the same with a limit, or without one."""
+        return self._replace(limit=limit)
+
+    def if_any(self, cta: Index, wg: Index, run: Callable[[], None]) -> None:
+        """`run()` if the warpgroup takes a tile."""
+        if self.limit is None:
+            run()
+        else:
+            pl.when(self._first_index(cta, wg) < self.limit)(run)
+
+    @property
+    def end(self) -> Index:
+        """The number of tiles that are taken."""
+        return self.num_tiles if self.limit is None else self.limit
 
     @property
     def num_ctas(self) -> int:
@@ -59,7 +80,7 @@ class TileScheduler(NamedTuple):
 
     def tile_count(self, cta: Index, wg: Index = 0) -> Index:
         """How many tiles a warpgroup takes."""
-        remaining = jnp.maximum(self.num_tiles - self._first_index(cta, wg), 0)
+        remaining = jnp.maximum(self.end - self._first_index(cta, wg), 0)
         return lax.div(remaining + (self.grid_stride - 1), jnp.int32(self.grid_stride))
 
     def for_each_tile(

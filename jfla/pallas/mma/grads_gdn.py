@@ -15,6 +15,7 @@ which gives dg; and dbeta = (dv . v_new) / beta^2. The one warpgroup takes 64 co
 q and k under qk_norm it leaves the cotangents after the norm, because the adjoint of the norm needs all channels.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -26,6 +27,7 @@ from jax.typing import DTypeLike
 
 from jfla.pallas.common.chunk_index import TILE_K, TILE_V, ChunkGrid, ChunkIndex
 from jfla.pallas.common.intra_gdn import INV_NORMS, LOG2_CUM
+from jfla.pallas.common.packed_rows import places_of, rows_like
 from jfla.pallas.common.qk_tiles import K, Q, QkOptions
 from jfla.pallas.common.results import KernelGrads
 from jfla.pallas.common.token_decay import pair_decay
@@ -97,7 +99,8 @@ def load_values(ctx: GradsGdnCta, v_tile: Index, copies: Copies) -> None:
     columns = pl.ds(v_tile * TILE_V, TILE_V)
     scans = ctx.gmem.scans
     for which, source in ((DO, scans.do), (DV, scans.dv), (V_NEW, scans.v_new)):
-        copies.start(ctx.index.rows(source, ctx.heads, columns), ctx.smem.values.at[which])
+        start = functools.partial(copies.start, target_smem=ctx.smem.values.at[which])
+        ctx.index.for_rows(source, ctx.heads, columns, start)
 
 
 def load_states(ctx: GradsGdnCta, v_tile: Index, tile: Index, copies: Copies) -> None:
@@ -210,7 +213,9 @@ def store_tile_grads(ctx: GradsGdnCta, tile: Index, sums: SumsOverV, out_gmem: K
         if ctx.options.qk_norm:
             dx = dx * per_row(1.0 / ctx.inv_norm(which), TILE_K)
         columns = pl.ds(tile * TILE_K, TILE_K)
-        store_from_layout(ctx.index.rows(target, ctx.heads, columns), dx.astype(target.dtype))
+        dx = dx.astype(target.dtype)
+        store = lambda rows, dx=dx: store_from_layout(rows, dx)
+        ctx.index.for_written_rows(target, ctx.heads, columns, store)
 
 
 def store_dg(ctx: GradsGdnCta, out_gmem: KernelGrads) -> None:
@@ -246,7 +251,8 @@ def run_chunk(ctx: GradsGdnCta, out_gmem: KernelGrads) -> None:
         copies = Copies(None)
         columns = pl.ds(tile * TILE_K, TILE_K)
         for which, source in ((Q, ctx.gmem.qk.q), (K, ctx.gmem.qk.k)):
-            copies.start(ctx.index.rows(source, ctx.heads, columns), ctx.smem.qk.at[which])
+            start = functools.partial(copies.start, target_smem=ctx.smem.qk.at[which])
+            ctx.index.for_rows(source, ctx.heads, columns, start)
         sums = sums_over_v(ctx, tile, num_v_tiles)  # waits for these copies, too
         store_tile_grads(ctx, tile, sums, out_gmem)
 
@@ -263,19 +269,18 @@ def grads_gdn(
 ) -> KernelGrads:
     """On the host: launches the kernel. `qk` and `token_scalars` are those of `intra_gdn`."""
     batch, heads, n_chunks, _, key_dim = scans.states.shape
-    time = scans.v_new.shape[1]
     grid = ChunkGrid(batch, heads, n_chunks)
 
     def body(
         gmem: GradsGdnInputs, out_gmem: KernelGrads, smem: SharedStorage, barriers: tuple
     ) -> None:
         del barriers
-        index = grid(lax.axis_index("cta"))
+        index = grid(lax.axis_index("cta"), places_of(gmem.qk.q))
         run_chunk(GradsGdnCta(options, index, heads, gmem, smem, gmem.zero[0]), out_gmem)
 
-    shape = jax.ShapeDtypeStruct
-    dx = shape((batch, time, heads, key_dim), F32 if options.qk_norm else out_dtype)
-    of_tokens = shape((*grid, CHUNK), F32)
+    per_channel = (batch, n_chunks * CHUNK, heads, key_dim)
+    dx = rows_like(qk.q, per_channel, F32 if options.qk_norm else out_dtype)
+    of_tokens = jax.ShapeDtypeStruct((*grid, CHUNK), F32)
     return launch(
         body,
         GradsGdnInputs(qk, token_scalars, scans, zero_operand()),

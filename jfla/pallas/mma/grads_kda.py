@@ -16,6 +16,7 @@ tokens cancels. Pairs i = j have no decay and join dq and dk last. Pairs go in t
 Of q and k under qk_norm the kernel leaves the cotangents after the norm.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -26,6 +27,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
 from jfla.pallas.common.chunk_index import TILE_K, TILE_V, ChunkGrid, PartGrid
+from jfla.pallas.common.packed_rows import places_of, rows_like
 from jfla.pallas.common.pair_passes import BLOCK, NUM_BLOCKS, RANGE, SHIFT, passes_of, row_factor
 from jfla.pallas.common.qk_tiles import K, Q, QkgOperands, QkOptions, QkTiles
 from jfla.pallas.common.results import KernelGrads
@@ -72,8 +74,8 @@ def load_values(ctx: GradsKdaCta, v_tile: Index, copies: Copies) -> None:
     columns = pl.ds(v_tile * TILE_V, TILE_V)
     scans = ctx.gmem.scans
     for which, source in ((DO, scans.do), (DV, scans.dv), (V_NEW, scans.v_new)):
-        view = ctx.index.rows(source, ctx.qk.value_heads, columns)
-        copies.start(view, ctx.smem.values.at[which])
+        start = functools.partial(copies.start, target_smem=ctx.smem.values.at[which])
+        ctx.index.for_rows(source, ctx.qk.value_heads, columns, start)
 
 
 def load_qk(ctx: GradsKdaCta, copies: Copies) -> None:
@@ -147,7 +149,7 @@ def grads_of_states(ctx: GradsKdaCta, num_v_tiles: int, dg_gmem: Gmem) -> Grads:
     dk_end = dk_end * jnp.exp2(ctx.decays.to_end())
     dg = per_column(plgpu.load(ctx.line(DG_CHUNK), layout=COLS), CHUNK)
     after = sum_over_tokens(ctx, ctx.qk.scaled(K, ctx.zero) * dk_end, dg, up_to=False)
-    store_from_layout(dg_gmem, after)
+    ctx.for_written_rows(dg_gmem, lambda rows: store_from_layout(rows, after))
     from_start = jnp.exp2(ctx.decays.from_start())
     dq = dq * from_start
     dk = -dk * from_start
@@ -242,17 +244,16 @@ def add_block(ctx: GradsKdaCta, block: Index, which_pass: Index, grads: Grads) -
 
 def store_grads(ctx: GradsKdaCta, grads: Grads, out_gmem: KernelGrads) -> None:
     """dq, dk and dg; pairs of a token with itself join here. And dv . v_new, by the first channels."""
-    heads = ctx.qk.value_heads
-    columns = ctx.columns
-    dg_gmem = ctx.index.rows(out_gmem.dg, heads, columns)
     commit_smem()
-    dg = sum_over_tokens(ctx, load(ctx.z), load_with_layout(dg_gmem, WGMMA), up_to=True)
-    store_from_layout(dg_gmem, dg)
+    before = ctx.for_written_rows(out_gmem.dg, lambda rows: load_with_layout(rows, WGMMA))
+    dg = sum_over_tokens(ctx, load(ctx.z), before, up_to=True)
+    ctx.for_written_rows(out_gmem.dg, lambda rows: store_from_layout(rows, dg))
     diagonal = per_row(plgpu.load(ctx.line(DIAGONALS + Q), layout=ROWS), TILE_K)
     dq = (grads.dq + diagonal * ctx.qk.scaled(K, ctx.zero)) * ctx.qk.scale(Q)
     dk = grads.dk + diagonal * ctx.qk.scaled(Q, ctx.zero)
     for dx, target in ((dq, out_gmem.dq), (dk, out_gmem.dk)):
-        store_from_layout(ctx.index.rows(target, heads, columns), dx.astype(target.dtype))
+        dx = dx.astype(target.dtype)
+        ctx.for_written_rows(target, lambda rows, dx=dx: store_from_layout(rows, dx))
 
     @pl.when(ctx.qk.first == 0)
     def _():
@@ -270,8 +271,7 @@ def run_chunk(ctx: GradsKdaCta, out_gmem: KernelGrads) -> None:
         ctx.qk.write_square_norms(0, ctx.gmem.qkg)
         commit_smem()
     ctx.qk.write_decays(0, ctx.gmem.qkg, ctx.bias, ctx.resets, ctx.smem.decay.at[0])
-    dg_gmem = ctx.index.rows(out_gmem.dg, ctx.qk.value_heads, ctx.columns)
-    grads = grads_of_states(ctx, num_v_tiles, dg_gmem)
+    grads = grads_of_states(ctx, num_v_tiles, out_gmem.dg)
     grads, zero = add_pairs(ctx, grads)
     store_grads(ctx.with_later_zero(zero), grads, out_gmem)
 
@@ -284,7 +284,6 @@ def grads_kda(
 ) -> KernelGrads:
     """On the host: launches the kernel."""
     batch, heads, n_chunks, _, key_dim = scans.states.shape
-    time = scans.v_new.shape[1]
     grid = ChunkGrid(batch, heads, n_chunks)
     parts = PartGrid(grid, num_blocks=key_dim // TILE_K, tiles_per_block=1)
 
@@ -292,7 +291,7 @@ def grads_kda(
         gmem: GradsKdaInputs, out_gmem: KernelGrads, smem: SharedStorage, barriers: tuple
     ) -> None:
         del barriers
-        part = parts(lax.axis_index("cta"))
+        part = parts(lax.axis_index("cta"), places_of(gmem.qkg.q))
         qk = QkTiles(
             options=options,
             index=part.index,
@@ -305,13 +304,14 @@ def grads_kda(
         )
         run_chunk(GradsKdaCta(qk, gmem, smem, gmem.zero[0]), out_gmem)
 
-    shape = jax.ShapeDtypeStruct
-    per_channel = (batch, time, heads, key_dim)
-    dx = shape(per_channel, F32 if options.qk_norm else out_dtype)
+    per_channel = (batch, n_chunks * CHUNK, heads, key_dim)
+    dx = rows_like(operands.q, per_channel, F32 if options.qk_norm else out_dtype)
+    dg = rows_like(operands.q, per_channel, F32)
+    of_tokens = jax.ShapeDtypeStruct((*grid, CHUNK), F32)
     return launch(
         body,
         GradsKdaInputs(operands, scans, zero_operand()),
-        KernelGrads(dx, dx, shape(per_channel, F32), shape((*grid, CHUNK), F32)),
+        KernelGrads(dx, dx, dg, of_tokens),
         grid={"cta": parts.num_parts},
         num_warpgroups=1,
         smem=shared_storage(),

@@ -1,6 +1,7 @@
 """What the warpgroup of a CTA of jfla_grads_kda_mma sees: operands, shared memory, and where things lie in it."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
@@ -118,6 +119,10 @@ class GradsKdaCta(NamedTuple):
     def columns(self) -> Index:
         """Where the CTA's channels lie among all."""
         return self.qk.columns(0)
+
+    def for_written_rows(self, ref_gmem: Gmem, use: Callable[[Gmem], Any]) -> Any:
+        """`use` of the CTA's channels of an array [B, T, heads, K] that the kernel writes."""
+        return self.index.for_written_rows(ref_gmem, self.qk.value_heads, self.columns, use)
 
     @property
     def k_columns(self) -> Smem:

@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 
 from jfla.pallas.common.beta_scaling import write_a_inv, write_beta_scaling
 from jfla.pallas.common.chunk_index import TILE_K, ChunkGrid, ChunkIndex
+from jfla.pallas.common.packed_rows import places_of
 from jfla.pallas.common.pair_passes import BLOCK, NUM_BLOCKS, RANGE, SHIFT, row_factor
 from jfla.pallas.common.qk_tiles import K, Q, QkgOperands, QkOptions, QkTiles
 from jfla.pallas.common.results import IntraResults
@@ -249,7 +250,7 @@ def intra_kda(
         ready_flags: ReadyFlags,
     ) -> None:
         del barriers, ready_flags
-        index = grid(cta)
+        index = grid(cta, places_of(gmem.qkg.q))
         qk = QkTiles(options, index, value_heads, num_tiles, smem.q, smem.k, smem.square_norms)
         run_chunk(IntraKdaCta(qk, gmem, smem, gmem.zero[0]), out_gmem)
 

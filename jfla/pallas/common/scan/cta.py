@@ -4,6 +4,7 @@ Each consumer warpgroup owns 64 columns of V; the producer warpgroup issues TMA 
 there are pipeline stages. Without wgmma the CTA is one consumer, which issues the copies itself.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfla.pallas.common.chunk_index import TILE_V, ChunkIndex
+from jfla.pallas.common.packed_rows import places_of
 from jfla.pallas.common.scan.spec import (
     ChunkTiles,
     GmemOperands,
@@ -38,7 +40,7 @@ from jfla.pallas.mgpu.mma import zeros
 from jfla.pallas.mgpu.opaque import opaque_zero
 from jfla.pallas.mgpu.overlap import ReadyFlags
 from jfla.pallas.mgpu.registers import leave_registers, take_registers
-from jfla.pallas.mgpu.smem import transposed
+from jfla.pallas.mgpu.smem import F32, transposed
 from jfla.pallas.mgpu.types import Barrier, Gmem, Index, Reg, Smem
 
 
@@ -87,7 +89,8 @@ class ScanCta(NamedTuple):
     def span_chunk(self, i: Index) -> ChunkIndex:
         """The chunk of a step, in arrays that hold the scanned span alone."""
         chunk = self.steps.first + self.steps.end - 1 - i if self.spec.reverse else i
-        return ChunkIndex(self.index.batch, self.index.head, chunk)
+        places = places_of(self.gmem.chunks.values)
+        return ChunkIndex(self.index.batch, self.index.head, chunk, places)
 
     def global_chunk(self, i: Index) -> ChunkIndex:
         """The same chunk in arrays that hold all of time."""
@@ -111,8 +114,6 @@ class ScanCta(NamedTuple):
     def state_index(self, wg: Index) -> tuple[Index, ...]:
         """Where the first and the last state of a warpgroup lie in [B, HV, splits, V, K]."""
         state = self.index.time_split
-        if self.gmem.segments is not None:
-            state = self.segment
         if self.gmem.span is not None:
             span = lax.div(self.chunk_offset, jnp.int32(self.spec.n_chunks))
             state = lax.rem(span, jnp.int32(self.gmem.initial.shape[2]))
@@ -151,11 +152,7 @@ class ScanCta(NamedTuple):
             take_registers(self.spec.registers.consumer)
         else:
             self.start_first_copies()
-        if self.gmem.initial is None:
-            state = zeros(TILE_V, self.spec.key_dim)
-        else:
-            first = self.gmem.initial.at[self.state_index(wg)]
-            state = load_with_layout(first, WGMMA)
+        state = self.first_state(wg)
 
         def step(i: Index, state: Reg) -> Reg:
             zero = opaque_zero() if few_registers else 0
@@ -172,6 +169,26 @@ class ScanCta(NamedTuple):
         if self.last is not None and not self.stores_groups:
             self.store_last(state, wg)
         wait_for_stores()
+
+    def first_state(self, wg: Index) -> Reg:
+        """The state that the scan begins from."""
+
+        def none() -> Reg:
+            return zeros(TILE_V, self.spec.key_dim)
+
+        initial = self.gmem.initial
+        if initial is None:
+            return none()
+        if self.gmem.segments is None:
+            return load_with_layout(initial.at[self.state_index(wg)], WGMMA)
+        segment = self.segment
+
+        def of_caller() -> Reg:
+            rows = initial.at[self.index.batch, segment, self.index.head, :, self.columns(wg)]
+            state = load_with_layout(transposed(rows), plgpu.Layout.WGMMA_TRANSPOSED)
+            return plgpu.layout_cast(state.astype(F32), WGMMA)
+
+        return lax.cond(segment < initial.shape[1], of_caller, none)
 
     @property
     def stores_groups(self) -> bool:
@@ -237,7 +254,7 @@ class ScanCta(NamedTuple):
                 self.copy_chunk(i + self.config.stages, stage)
 
         for which in stored:
-            store_tile(self.smem.staging[which].at[wg], self.store_view(which, i, wg))
+            self.store_staged(which, i, wg)
         return state
 
     def full(self, stage: Index) -> Copies:
@@ -275,15 +292,18 @@ class ScanCta(NamedTuple):
         def _(i):
             self.copy_chunk(i, self.stage(i))
 
-    def store_view(self, which: int, i: Index, wg: Index) -> Gmem:
-        """Where the part of a store of a step's chunk goes."""
+    def store_staged(self, which: int, i: Index, wg: Index) -> None:
+        """Starts the store of what is staged of a step's chunk."""
+        staged = self.smem.staging[which].at[wg]
         out = self.stores[which]
         columns = self.columns(wg)
         if is_state(self.spec.stores[which]):
-            return self.span_chunk(i).tile(out).at[columns]
+            store_tile(staged, self.span_chunk(i).tile(out).at[columns])
+            return
         in_span = self.spec.outputs.stores[which] is not None
         chunk = self.span_chunk(i) if in_span else self.global_chunk(i)
-        return chunk.rows(out, self.spec.value_heads, columns)
+        store = functools.partial(store_tile, staged)
+        chunk.for_written_rows(out, self.spec.value_heads, columns, store)
 
     def store_checkpoint(self, i: Index, state: Reg, wg: Index) -> None:
         """Stores the state where a span of time begins."""
@@ -302,7 +322,12 @@ class ScanCta(NamedTuple):
             return
 
         if self.gmem.segments is not None:
-            self.store_for_caller(self.last.at[self.index.batch, self.segment], state, wg)
+            segment = self.segment
+
+            @pl.when(segment < self.spec.caller_states[0])
+            def _():
+                self.store_for_caller(self.last.at[self.index.batch, segment], state, wg)
+
             return
 
         @pl.when(self.index.time_split == self.spec.time_splits - 1)
@@ -325,13 +350,13 @@ class ScanCta(NamedTuple):
 
         @pl.loop(first, jnp.minimum(first + stages, end))
         def _prologue(i):
-            self.ready_flags.wait(self.span_chunk(i))
+            self.ready_flags.wait(self.span_chunk(i).number)
             self.copy_chunk(i, self.stage(i))
 
         @pl.loop(first, end - stages)
         def _steady(i):
             # The flag first: that wait is long, and the stage is empty by then.
-            self.ready_flags.wait(self.span_chunk(i + stages))
+            self.ready_flags.wait(self.span_chunk(i + stages).number)
             plgpu.barrier_wait(self.barriers.empty.at[self.stage(i)])
             self.copy_chunk(i + stages, self.stage(i))
 
@@ -358,12 +383,16 @@ class ScanCta(NamedTuple):
             (gmem.a_inv, smem.a_inv),
         ]
         for source, target in qk:
-            if source is not None:
-                view = chunk.tile_or_rows(source, heads)
-                full.start(view, target.at[stage])
+            if source is None:
+                continue
+            start = functools.partial(full.start, target_smem=target.at[stage])
+            if len(source.shape) == 5:
+                start(chunk.tile(source))
+            else:
+                chunk.for_rows(source, heads, slice(None), start)
         for source, target in tiles:
             if source is not None:
                 full.start(chunk.tile(source), target.at[stage])
         for wg in range(self.config.num_consumer_wgs):
-            view = chunk.rows(gmem.values, heads, self.columns(wg))
-            full.start(view, smem.values.at[stage, wg])
+            start = functools.partial(full.start, target_smem=smem.values.at[stage, wg])
+            chunk.for_rows(gmem.values, heads, self.columns(wg), start)

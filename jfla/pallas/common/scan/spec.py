@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
-from jaxtyping import Array, Int
 
 from jfla.pallas.common.chunk_index import TILE_V, TimeSpan
+from jfla.pallas.common.packed_rows import Rows
 from jfla.pallas.common.token_decay import TokenDecay, decay_smem
 from jfla.pallas.heuristics import HOPPER_SMEM_BYTES
 from jfla.pallas.machine import on_hopper
@@ -87,20 +87,20 @@ class GmemOperands(NamedTuple):
     """Everything a scan reads."""
 
     chunks: TmaOperands
-    initial: Gmem  # [B, HV, splits, V, K] float32; None begins from zeros
+    initial: (
+        Gmem  # [B, HV, splits, V, K] float32, of segments [B, S, HV, K, V]; None begins from zeros
+    )
     span: TimeSpan | None = (
         None  # then `initial` has every span's state, or is written with the last one
     )
     added: Gmem = None  # [B, HV, groups, V, K] float32: to the state where a group of chunks begins
-    segments: Gmem = (
-        None  # [B, splits, 3] int32, see `segment_table`; None: time splits are of one length
-    )
+    segments: Gmem = None  # [B, splits, 3] int32, see `segments.segment_table`; None: time splits are of one length
 
 
 def gmem_operands(
     qk: QK,
     intra: IntraChunk,
-    values: jax.Array,
+    values: Rows,
     initial: Gmem,
     *,
     queries: bool = True,
@@ -122,18 +122,6 @@ def gmem_operands(
     if not queries:
         chunks = chunks._replace(q_from_start=None, a_qk=None)
     return GmemOperands(chunks, initial, span, added, segments)
-
-
-def segment_table(first_chunk: Int[Array, "B S_plus_1"]) -> Int[Array, "B S 3"]:
-    """(segment, its first chunk, the chunk behind its last) in the order in which CTAs take packed segments.
-
-    The longest come first: a long one that starts last would run alone at the end.
-    """
-    first = first_chunk[:, :-1]
-    end = first_chunk[:, 1:]
-    order = jnp.argsort(first - end, axis=1, stable=True)
-    columns = (order, *(jnp.take_along_axis(x, order, axis=1) for x in (first, end)))
-    return jnp.stack(columns, axis=-1).astype(jnp.int32)
 
 
 class ScanOutputs(NamedTuple):
@@ -181,7 +169,7 @@ class ScanSpec(NamedTuple):
     def caller_states(self) -> tuple[int, ...]:
         """Of each row of the batch the last states that the caller gets, () for one."""
         if self.operands.segments is not None:
-            return (self.time_splits,)
+            return (self.time_splits - 1,)  # not of padding
         return () if self.group_chunks is None else (self.num_groups,)
 
     @property
@@ -235,7 +223,11 @@ class ScanSpec(NamedTuple):
         """With zeros in global memory to begin from, where K = 256: zeros made in registers would spill three."""
         if self.operands.initial is not None or self.key_dim <= MAX_K_IN_REGISTERS:
             return self
-        zeros = jnp.zeros(self.split_states, F32)
+        shape = self.split_states
+        if self.operands.segments is not None:
+            batch, heads, _, value_dim, key_dim = shape
+            shape = (batch, *self.caller_states, heads, key_dim, value_dim)
+        zeros = jnp.zeros(shape, F32)
         return self._replace(operands=self.operands._replace(initial=zeros))
 
 

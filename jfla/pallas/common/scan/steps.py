@@ -18,6 +18,7 @@ import jax
 from jax.typing import DTypeLike
 
 from jfla.pallas.common.chunk_index import TimeSpan
+from jfla.pallas.common.packed_rows import Rows, rows_like
 from jfla.pallas.common.scan.pipeline import scan_kernel
 from jfla.pallas.common.scan.spec import ChunkTiles, ScanConfig, ScanSpec, Store, gmem_operands
 from jfla.pallas.common.token_decay import times
@@ -148,7 +149,7 @@ def backward_step(dstate: Reg, tiles: ChunkTiles, store: Store | None) -> Reg:
 def output_scan_kernel(
     qk: QK,
     intra: IntraChunk,
-    v: jax.Array,
+    v: Rows,
     initial: Gmem,
     config: ScanConfig,
     *,
@@ -167,7 +168,7 @@ def output_scan_kernel(
         _output_step,
         gmem_operands(qk, intra, v, initial, segments=segments),
         qk.scalar_gate,
-        stores=(jax.ShapeDtypeStruct(v.shape, v.dtype),),
+        stores=(rows_like(v, v.shape, v.dtype),),
         time_splits=num_splits(initial, segments),
         last=None if final_dtype is None else "caller",
         num_checkpoints=num_checkpoints,
@@ -181,8 +182,8 @@ def output_scan_kernel(
 def backward_scans_kernel(
     qk: QK,
     intra: IntraChunk,
-    v: jax.Array,
-    do: jax.Array,
+    v: Rows,
+    do: Rows,
     ends: tuple[Gmem, Gmem],
     config: ScanConfig,
     *,
@@ -216,7 +217,7 @@ def backward_scans_kernel(
 def _states_spec(
     qk: QK,
     intra: IntraChunk,
-    v: jax.Array,
+    v: Rows,
     initial: Gmem,
     n_chunks: int,
     span: TimeSpan | None,
@@ -237,7 +238,7 @@ def _states_spec(
 def _backward_spec(
     qk: QK,
     intra: IntraChunk,
-    do: jax.Array,
+    do: Rows,
     d_final: Gmem,
     n_chunks: int,
     keep_dstate: bool,
@@ -245,14 +246,16 @@ def _backward_spec(
     segments: Gmem,
 ) -> ScanSpec:
     """dS^T at each chunk's end and dv, and dS^T before the first chunk."""
+    dstates, dv = _states_and_values(qk, do, n_chunks)
+    last = "every split" if segments is None else "caller"
     return ScanSpec(
         backward_step,
         gmem_operands(qk, intra, do, d_final, span=span, segments=segments),
         qk.scalar_gate,
-        stores=_states_and_values(qk, do, n_chunks),
+        stores=(dstates, rows_like(do, dv.shape, dv.dtype)),
         reverse=True,
         time_splits=num_splits(d_final, segments),
-        last="every split" if keep_dstate else None,
+        last=last if keep_dstate else None,
     )
 
 
@@ -265,7 +268,7 @@ def num_splits(initial: Gmem, segments: Gmem = None) -> int:
 
 def _states_and_values(
     qk: QK,
-    v: jax.Array,
+    v: Rows,
     n_chunks: int,
 ) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
     batch, _, heads, value_dim = v.shape

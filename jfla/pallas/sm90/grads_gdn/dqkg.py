@@ -208,7 +208,8 @@ def store_dq_dk(ctx: GradsGdnWarpgroup, out_gmem: KernelGrads, grads: tuple[Reg,
             dx = dx * per_row(norm, TILE_K)
         columns = ctx.columns(own_tile)
         index = ctx.global_chunk
-        _store_tile(dx, tile, index.rows(dx_gmem, ctx.spec.heads, columns))
+        store = functools.partial(_store_tile, dx, tile)
+        index.for_written_rows(dx_gmem, ctx.spec.heads, columns, store)
 
 
 def store_dg(ctx: GradsGdnWarpgroup, out_gmem: KernelGrads) -> None:

@@ -5,6 +5,8 @@ producer warpgroup issues the copies, up to a chunk ahead, of 64 columns of V at
 consumer warpgroups own 64 channels each.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -13,8 +15,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
 from jfla.pallas.common.chunk_index import CHANNEL_BLOCK, TILE_K, TILE_V, ChunkGrid, TimeSpan
+from jfla.pallas.common.packed_rows import Rows, rows_like
 from jfla.pallas.common.qk_tiles import K, Q, QkOptions
 from jfla.pallas.common.results import KernelGrads
+from jfla.pallas.mgpu.copies import Copies
 from jfla.pallas.mgpu.iota import write_iota
 from jfla.pallas.mgpu.launch import launch
 from jfla.pallas.mgpu.registers import RegisterLimits, leave_registers, take_registers
@@ -99,31 +103,31 @@ def load_v_tile(ctx: GradsGdnWarpgroup, v_tile: int, stage: Index) -> None:
     """Starts the copies of 64 columns of V of everything that the scans left, to one stage."""
     scans = ctx.gmem.scans
     rows_of_state = pl.ds(v_tile * TILE_V, TILE_V)
-    full = ctx.barriers.v_full.at[stage]
+    copies = Copies(ctx.barriers.v_full.at[stage])
     values = (
         (DO, ctx.global_chunk, scans.do),
         (DV, ctx.global_chunk, scans.dv),
         (V_NEW, ctx.span_chunk, scans.v_new),
     )
     for which, index, source in values:
-        source_rows = index.rows(source, ctx.spec.heads, rows_of_state)
-        plgpu.copy_gmem_to_smem(source_rows, ctx.smem.values.at[stage, which], full)
+        start = functools.partial(copies.start, target_smem=ctx.smem.values.at[stage, which])
+        index.for_rows(source, ctx.spec.heads, rows_of_state, start)
     for which, source in ((STATE, scans.states), (DSTATE, scans.dstates)):
         for tile in range(ctx.spec.num_tiles):
             source_tile = ctx.span_chunk.tile(source).at[rows_of_state, ctx.columns(tile)]
-            plgpu.copy_gmem_to_smem(source_tile, ctx.smem.states.at[stage, which, tile], full)
+            copies.start(source_tile, ctx.smem.states.at[stage, which, tile])
 
 
 def load_qk(ctx: GradsGdnWarpgroup) -> None:
     """Starts the copies of a chunk's q, k, factors and token scalars."""
     index = ctx.global_chunk
-    full = ctx.barriers.qk_full
-    plgpu.copy_gmem_to_smem(index.tile(ctx.gmem.factors), ctx.smem.factors, full)
-    plgpu.copy_gmem_to_smem(index.tile(ctx.gmem.token_scalars), ctx.smem.token_scalars, full)
+    copies = Copies(ctx.barriers.qk_full)
+    copies.start(index.tile(ctx.gmem.factors), ctx.smem.factors)
+    copies.start(index.tile(ctx.gmem.token_scalars), ctx.smem.token_scalars)
     for which, source in ((Q, ctx.gmem.q), (K, ctx.gmem.k)):
         for tile in range(ctx.spec.num_tiles):
-            source_rows = index.rows(source, ctx.spec.heads, ctx.columns(tile))
-            plgpu.copy_gmem_to_smem(source_rows, ctx.smem.qk.at[which, tile], full)
+            start = functools.partial(copies.start, target_smem=ctx.smem.qk.at[which, tile])
+            index.for_rows(source, ctx.spec.heads, ctx.columns(tile), start)
 
 
 def drain_producer(barriers: Barriers, num_chunks: Index, v_tiles: int, stages: int) -> None:
@@ -169,25 +173,29 @@ def grads_gdn(
         def context(work: WorkTile) -> GradsGdnWarpgroup:
             return GradsGdnWarpgroup(wg + work.zero, work, spec, gmem, smem, barriers)
 
-        @pl.when(wg < GDN_CONSUMERS)
-        def _():
-            take_registers(REGISTERS.consumer)
-            write_iota(smem.iota.at[wg])
-            consume = lambda work: run_consumer(context(work), out_gmem)
-            scheduler.for_each_tile(consume, cta, 0)
-            plgpu.wait_smem_to_gmem(0)
+        tiles = scheduler.up_to(spec.grid.used_tiles(gmem.q))
 
-        @pl.when(wg == GDN_CONSUMERS)
-        def _():
-            leave_registers(REGISTERS.producer)
-            produce = lambda work: run_producer(context(work))
-            scheduler.for_each_tile(produce, cta, 0)
-            drain_producer(barriers, scheduler.tile_count(cta), spec.v_tiles, stages)
+        def run_roles() -> None:
+            @pl.when(wg < GDN_CONSUMERS)
+            def _():
+                take_registers(REGISTERS.consumer)
+                write_iota(smem.iota.at[wg])
+                consume = lambda work: run_consumer(context(work), out_gmem)
+                tiles.for_each_tile(consume, cta, 0)
+                plgpu.wait_smem_to_gmem(0)
+
+            @pl.when(wg == GDN_CONSUMERS)
+            def _():
+                leave_registers(REGISTERS.producer)
+                produce = lambda work: run_producer(context(work))
+                tiles.for_each_tile(produce, cta, 0)
+                drain_producer(barriers, tiles.tile_count(cta), spec.v_tiles, stages)
+
+        tiles.if_any(cta, 0, run_roles)
 
     batch, time, heads, _ = scans.v_new.shape
     key_dim = scans.states.shape[-1]
-    n_chunks = spec.grid.n_chunks
-    shapes = result_shapes((batch, time, heads, key_dim), n_chunks, options, out_dtype)
+    shapes = result_shapes(qk.q, (batch, time, heads, key_dim), options, out_dtype)
     outputs = launch(
         body,
         GradsGdnInputs(qk.q, qk.k, scans, qk.factors, token_scalars, span),
@@ -203,20 +211,21 @@ def grads_gdn(
 
 
 def result_shapes(
+    q: Rows,
     shape: tuple[int, int, int, int],
-    n_chunks: int,
     options: QkOptions,
     dtype: DTypeLike,
 ) -> KernelGrads:
-    """On the host: what `grads_gdn` returns, without values, for `shape` [B, T, HV, K] of dq.
+    """On the host: what `grads_gdn` returns, without values, for `shape` [B, T, HV, K] of dq, whose rows lie as q's.
 
     dq and dk are in `dtype`, or in float32 where the caller has the VJP of the norms still to do.
     dg is [B, HV * channel blocks, N, C]: see `sum_over_channel_blocks`.
     """
-    batch, _, heads, key_dim = shape
+    batch, time, heads, key_dim = shape
+    n_chunks = time // CHUNK
     channel_blocks = _channel_blocks(key_dim)
     before_norm_vjp = channel_blocks > 1 and options.qk_norm
-    dx = jax.ShapeDtypeStruct(shape, F32 if before_norm_vjp else dtype)
+    dx = rows_like(q, shape, F32 if before_norm_vjp else dtype)
     dg = jax.ShapeDtypeStruct((batch, heads * channel_blocks, n_chunks, CHUNK), F32)
     v_new_dot_dv = jax.ShapeDtypeStruct((batch, heads, n_chunks, CHUNK), F32)
     return KernelGrads(dx, dx, dg, v_new_dot_dv)

@@ -25,6 +25,7 @@ from jax.typing import DTypeLike
 
 from jfla.pallas.common.chunk_index import TILE_K, TILE_V, ChunkGrid, ChunkIndex, TimeSpan
 from jfla.pallas.common.intra_gdn import INV_NORMS
+from jfla.pallas.common.packed_rows import places_of
 from jfla.pallas.common.qk_tiles import QkOptions
 from jfla.pallas.heuristics import HOPPER_SMEM_BYTES
 from jfla.pallas.mgpu.iota import iota_smem, per_row
@@ -110,7 +111,7 @@ class GradsGdnWarpgroup(NamedTuple):
     @property
     def grid_index(self) -> ChunkIndex:
         """Index in the grid, where every channel block is a head."""
-        return self.spec.grid(self.work.tile_index)
+        return self.spec.grid(self.work.tile_index, places_of(self.gmem.q))
 
     @property
     def span_chunk(self) -> ChunkIndex:

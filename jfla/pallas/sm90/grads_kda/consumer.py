@@ -3,6 +3,7 @@
 dq, dk and dg are derived in `dqkg.py`; dbeta = (v_new . dv) / beta^2 is docs/math.md, equation (14).
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -85,11 +86,10 @@ def run_consumer(ctx: GradsKdaWarpgroup, out_gmem: KernelGrads) -> None:
         write_inv_norms(ctx)
         write_dg_chunk(ctx, sums.state_dot_dstate)
         commit_smem()
-        dg_gmem = ctx.rows(out_gmem.dg)
-        grads = grads_of_states(ctx, sums.dq, sums.dk, sums.dk_to_end, dg_gmem)
+        grads = grads_of_states(ctx, sums.dq, sums.dk, sums.dk_to_end, out_gmem.dg)
         dq, dk, z = add_pairs(ctx, grads)
         later = ctx.recompute_addresses()
-        finish_dg(later, z, later.rows(out_gmem.dg))
+        finish_dg(later, z, out_gmem.dg)
         store_dq_dk(later, dq, dk, out_gmem)
 
     store_v_new_dot_dv(ctx, out_gmem)
@@ -178,14 +178,13 @@ def store_dq_dk(ctx: GradsKdaWarpgroup, dq: Blocks, dk: Blocks, out_gmem: Kernel
     for which, dx, target in ((Q, dq_all, out_gmem.dq), (K, dk_all, out_gmem.dk)):
         if ctx.spec.options.qk_norm and ctx.has_all_channels:
             dx = norm_vjp(ctx, which, dx)
-        target_rows = ctx.rows(target)
         if target.dtype == F32:
-            store_transposed_f32(dx, target_rows)
+            ctx.for_written_rows(target, functools.partial(store_transposed_f32, dx))
         else:
             tile = (ctx.smem.q, ctx.smem.k)[which].at[ctx.own_tile]
             write_transposed(tile, dx.astype(BF16))
             commit_smem()
-            store_tile(tile, target_rows)
+            ctx.for_written_rows(target, functools.partial(store_tile, tile))
 
 
 def all_tokens(ctx: GradsKdaWarpgroup, which: int) -> Reg:

@@ -17,9 +17,10 @@ from jax.typing import DTypeLike
 
 from jfla.pallas.common.chunk_index import CHANNEL_BLOCK, TILE_K, TILE_V, ChunkGrid, PartGrid
 from jfla.pallas.common.decay_sums import AFTER, block_spans, stack_matrices
+from jfla.pallas.common.packed_rows import rows_like
 from jfla.pallas.common.qk_tiles import QkgOperands, QkOptions
 from jfla.pallas.common.results import KernelGrads
-from jfla.pallas.mgpu.copies import prefetch_to_l2
+from jfla.pallas.mgpu.copies import Copies, prefetch_to_l2
 from jfla.pallas.mgpu.launch import launch
 from jfla.pallas.mgpu.registers import RegisterLimits, leave_registers, take_registers
 from jfla.pallas.mgpu.scheduler import TileScheduler, WorkTile
@@ -73,14 +74,14 @@ def load_v_tile(ctx: GradsKdaWarpgroup, v_tile: int, stage: Index) -> None:
     scans = ctx.gmem.scans
     index = ctx.index
     columns_of_v = pl.ds(v_tile * TILE_V, TILE_V)
-    full = ctx.barriers.v_full.at[stage]
+    copies = Copies(ctx.barriers.v_full.at[stage])
     for which, source in ((DO, scans.do), (DV, scans.dv), (V_NEW, scans.v_new)):
-        source_rows = index.rows(source, ctx.spec.heads, columns_of_v)
-        plgpu.copy_gmem_to_smem(source_rows, ctx.smem.values.at[stage, which], full)
+        start = functools.partial(copies.start, target_smem=ctx.smem.values.at[stage, which])
+        index.for_rows(source, ctx.spec.heads, columns_of_v, start)
     for which, source in ((STATE, scans.states), (DSTATE, scans.dstates)):
         for tile in range(ctx.spec.num_tiles):
             source_tile = index.tile(source).at[columns_of_v, ctx.part.columns(tile)]
-            plgpu.copy_gmem_to_smem(source_tile, ctx.smem.states.at[stage, which, tile], full)
+            copies.start(source_tile, ctx.smem.states.at[stage, which, tile])
 
 
 def prefetch_qkg(ctx: GradsKdaWarpgroup) -> None:
@@ -89,26 +90,26 @@ def prefetch_qkg(ctx: GradsKdaWarpgroup) -> None:
     for tile in range(ctx.spec.num_tiles):
         columns = ctx.part.columns(tile)
         for source in (qkg.q, qkg.k, qkg.g):
-            prefetch_to_l2(ctx.index.rows(source, ctx.spec.heads, columns))
+            ctx.index.for_rows(source, ctx.spec.heads, columns, prefetch_to_l2)
 
 
 def load_qk(ctx: GradsKdaWarpgroup) -> None:
     """Starts the copies of a chunk's q, k and vectors."""
     index = ctx.index
-    full = ctx.barriers.qk_full
+    copies = Copies(ctx.barriers.qk_full)
     qkg = ctx.gmem.qkg
     smem = ctx.smem
     for tile in range(ctx.spec.num_tiles):
         columns = ctx.part.columns(tile)
         for source, target in ((qkg.q, smem.q), (qkg.k, smem.k)):
-            source_rows = index.rows(source, ctx.spec.heads, columns)
-            plgpu.copy_gmem_to_smem(source_rows, target.at[tile], full)
+            start = functools.partial(copies.start, target_smem=target.at[tile])
+            index.for_rows(source, ctx.spec.heads, columns, start)
         if smem.bias is not None:
             bias = qkg.bias.at[index.head, columns]
-            plgpu.copy_gmem_to_smem(bias, smem.bias.at[tile], full)
+            copies.start(bias, smem.bias.at[tile])
     if smem.resets is not None:
         resets = qkg.resets.at[index.batch, index.tokens]
-        plgpu.copy_gmem_to_smem(resets, smem.resets, full)
+        copies.start(resets, smem.resets)
 
 
 def drain_producer(barriers: Barriers, num_chunks: Index, v_tiles: int, stages: int) -> None:
@@ -168,27 +169,32 @@ def grads_kda(
         def context(work: WorkTile) -> GradsKdaWarpgroup:
             return GradsKdaWarpgroup(wg + work.zero, work, spec, gmem, smem, barriers)
 
-        @pl.when(wg < KDA_CONSUMERS)
-        def _():
-            take_registers(REGISTERS.consumer)
-            plgpu.barrier_wait(barriers.matrices_full)
-            consume = lambda work: run_consumer(context(work), out_gmem)
-            scheduler.for_each_tile(consume, cta, 0)
-            plgpu.wait_smem_to_gmem(0)
+        used = chunks.used_tiles(gmem.qkg.q)
+        tiles = scheduler.up_to(None if used is None else used * num_blocks)
 
-        @pl.when(wg == KDA_CONSUMERS)
-        def _():
-            leave_registers(REGISTERS.producer)
-            load_matrices(gmem, smem, barriers.matrices_full)
-            produce = lambda work: run_producer(context(work))
-            scheduler.for_each_tile(produce, cta, 0)
-            drain_producer(barriers, scheduler.tile_count(cta), spec.v_tiles, stages)
+        def run_roles() -> None:
+            @pl.when(wg < KDA_CONSUMERS)
+            def _():
+                take_registers(REGISTERS.consumer)
+                plgpu.barrier_wait(barriers.matrices_full)
+                consume = lambda work: run_consumer(context(work), out_gmem)
+                tiles.for_each_tile(consume, cta, 0)
+                plgpu.wait_smem_to_gmem(0)
 
-    time = scans.v_new.shape[1]
-    shape = jax.ShapeDtypeStruct
-    per_channel = (batch, time, heads, key_dim)
-    dx = shape(per_channel, out_dtype)
-    shapes = KernelGrads(dx, dx, shape(per_channel, F32), shape((*chunks, CHUNK), F32))
+            @pl.when(wg == KDA_CONSUMERS)
+            def _():
+                leave_registers(REGISTERS.producer)
+                load_matrices(gmem, smem, barriers.matrices_full)
+                produce = lambda work: run_producer(context(work))
+                tiles.for_each_tile(produce, cta, 0)
+                drain_producer(barriers, tiles.tile_count(cta), spec.v_tiles, stages)
+
+        tiles.if_any(cta, 0, run_roles)
+
+    per_channel = (batch, n_chunks * CHUNK, heads, key_dim)
+    dx = rows_like(operands.q, per_channel, out_dtype)
+    dg = rows_like(operands.q, per_channel, F32)
+    shapes = KernelGrads(dx, dx, dg, jax.ShapeDtypeStruct((*chunks, CHUNK), F32))
     launch_with = functools.partial(
         launch,
         body,
@@ -208,7 +214,11 @@ def grads_kda(
     )
     # A CTA has read all of a chunk's v_new before it stores the chunk's dq, and no other CTA reads it with one block.
     v_new = scans.v_new
-    if not in_place or num_blocks > 1 or (v_new.shape, v_new.dtype) != (dx.shape, dx.dtype):
+    same = isinstance(dx, jax.ShapeDtypeStruct) and (v_new.shape, v_new.dtype) == (
+        dx.shape,
+        dx.dtype,
+    )
+    if not in_place or num_blocks > 1 or not same:
         return launch_with(inputs=gmem, outputs=shapes)
 
     def over_v_new(gmem: GradsKdaOperands) -> KernelGrads:

@@ -13,6 +13,7 @@ Who writes what, and until when it is read:
 A consumer stages dq and dk in its tiles of q and k, which the other one does not read.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -23,6 +24,7 @@ from jax.typing import DTypeLike
 
 from jfla.pallas.common.chunk_index import TILE_K, TILE_V, ChunkIndex, ChunkPart, PartGrid
 from jfla.pallas.common.decay_sums import IN_BLOCK, NUM_BLOCK_SPANS, TO_NEXT_BLOCK
+from jfla.pallas.common.packed_rows import places_of
 from jfla.pallas.common.pair_passes import BLOCK, SHIFT
 from jfla.pallas.common.qk_tiles import QkgOperands, QkOptions, QkTiles
 from jfla.pallas.common.results import KernelGrads
@@ -135,7 +137,7 @@ class GradsKdaWarpgroup(NamedTuple):
 
     @property
     def part(self) -> ChunkPart:
-        return self.spec.grid(self.work.tile_index)
+        return self.spec.grid(self.work.tile_index, places_of(self.gmem.qkg.q))
 
     @property
     def index(self) -> ChunkIndex:
@@ -167,9 +169,10 @@ class GradsKdaWarpgroup(NamedTuple):
             first=self.part.first_tile,
         )
 
-    def rows(self, ref_gmem: Gmem) -> Gmem:
-        """This consumer's channels of an array [B, T, heads, K]."""
-        return self.index.rows(ref_gmem, self.spec.heads, self.part.columns(self.own_tile))
+    def for_written_rows(self, ref_gmem: Gmem, use: Callable[[Gmem], Any]) -> Any:
+        """`use` of this consumer's channels of an array [B, T, heads, K] that the kernel writes."""
+        columns = self.part.columns(self.own_tile)
+        return self.index.for_written_rows(ref_gmem, self.spec.heads, columns, use)
 
     @property
     def num_stages(self) -> int:

@@ -155,8 +155,8 @@ def further_pass(ctx: IntraKdaWarpgroup, which_pass: Index) -> None:
     """The operands of one of them."""
     qkg = ctx.gmem.qkg
     # Before the wait for the pairs warpgroup, beside which the loads would come later.
-    q = load_rows(ctx.qk.view(qkg.q, ctx.wg))
-    k = load_rows(ctx.qk.view(qkg.k, ctx.wg))
+    q = ctx.qk.for_rows(qkg.q, ctx.wg, load_rows)
+    k = ctx.qk.for_rows(qkg.k, ctx.wg, load_rows)
     bits = which_pass.astype(F32) * RANGE
     sums = ctx.decay_sums(ROW_SUMS)
     factor = row_factor(sums, bits)

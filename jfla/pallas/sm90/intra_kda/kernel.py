@@ -18,6 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfla.pallas.common.chunk_index import CHANNEL_BLOCK, TILE_K, ChunkGrid, PartGrid
 from jfla.pallas.common.decay_sums import block_spans, stack_matrices
+from jfla.pallas.common.packed_rows import places_of
 from jfla.pallas.common.qk_tiles import QkgOperands, QkOptions, QkTiles
 from jfla.pallas.common.results import IntraResults
 from jfla.pallas.mgpu.overlap import Kernel, PendingResults, ReadyFlags
@@ -74,7 +75,7 @@ def intra_kda(
 
         def ctx_at(work_tile: WorkTile) -> IntraKdaWarpgroup:
             slot = work_tile.iteration & 1
-            part = grid(work_tile.tile_index)
+            part = grid(work_tile.tile_index, places_of(gmem.qkg.q))
             qk = QkTiles(
                 options,
                 part.index,
@@ -89,16 +90,21 @@ def intra_kda(
                 wg + work_tile.zero, work_tile, grid, part, qk, gmem, smem, barriers, ready_flags
             )
 
-        @pl.when(wg < num_tiles)
-        def _channels():
-            _run_channel_warpgroup(ctx_at, scheduler, cta, outputs)
+        used = chunks.used_tiles(gmem.qkg.q)
+        tiles = scheduler.up_to(None if used is None else used * num_blocks)
 
-        if with_pairs:
+        def run_roles() -> None:
+            @pl.when(wg < num_tiles)
+            def _channels():
+                _run_channel_warpgroup(ctx_at, tiles, cta, outputs)
 
-            @pl.when(wg == num_tiles)
-            def _pairs():
-                _run_pairs_warpgroup(ctx_at, scheduler, cta, outputs)
+            if with_pairs:
 
+                @pl.when(wg == num_tiles)
+                def _pairs():
+                    _run_pairs_warpgroup(ctx_at, tiles, cta, outputs)
+
+        tiles.if_any(cta, 0, run_roles)
         plgpu.wait_smem_to_gmem(0)
 
     sum_matrices = stack_matrices(F16, *SUM_MATRICES)
@@ -192,4 +198,4 @@ def _run_pairs_warpgroup(
     last = scheduler.for_each_tile(step, cta, 0)
     for tile in range(first.qk.num_tiles):
         plgpu.barrier_wait(barriers.pairs_full.at[tile])
-    first.ready_flags.signal(first.grid(last).index)
+    first.ready_flags.signal(first.grid(last).index.number)

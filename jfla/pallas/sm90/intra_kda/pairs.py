@@ -51,7 +51,7 @@ def pairs_warpgroup(ctx: IntraKdaWarpgroup, outputs: IntraKdaOutputs) -> None:
     # warpgroup's own, all of that chunk is in global memory.
     @pl.when(ctx.work_tile.has_previous)
     def _():
-        ctx.ready_flags.signal(ctx.previous_index)
+        ctx.ready_flags.signal(ctx.previous_index.number)
 
     wait_for_stores(read_only=True)
     store_a(ctx, pairs, outputs)

@@ -4,6 +4,7 @@ A channel warpgroup owns a tile of 64 channels of the chunk; the warpgroup behin
 warpgroup, owns what sums over channels: A_qk, and A_inv through the inverse.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from jax.typing import DTypeLike
 
 from jfla.pallas.common.chunk_index import TILE_K, ChunkIndex, ChunkPart, PartGrid
 from jfla.pallas.common.decay_sums import IN_BLOCK, NUM_BLOCK_SPANS, TO_NEXT_BLOCK
+from jfla.pallas.common.packed_rows import places_of
 from jfla.pallas.common.pair_passes import BLOCK, NUM_BLOCKS, SHIFT, passes_of
 from jfla.pallas.common.qk_tiles import QkgOperands, QkOptions, QkTiles
 from jfla.pallas.context import interpreting
@@ -249,9 +251,9 @@ class IntraKdaWarpgroup(NamedTuple):
         qkg = self.gmem.qkg
         copies = Copies(barrier)
         for source, target in ((qkg.q, self.smem.q), (qkg.k, self.smem.k)):
-            view = index.rows(source, self.qk.value_heads, columns)
-            copies.start(view, target.at[slot, tile])
-        prefetch_to_l2(index.rows(qkg.g, self.qk.value_heads, columns))
+            start = functools.partial(copies.start, target_smem=target.at[slot, tile])
+            index.for_rows(source, self.qk.value_heads, columns, start)
+        index.for_rows(qkg.g, self.qk.value_heads, columns, prefetch_to_l2)
         if self.smem.bias is not None:
             copies.start(qkg.bias.at[index.head, columns], self.smem.bias.at[slot, tile])
         if self.smem.resets is not None:
@@ -263,7 +265,7 @@ class IntraKdaWarpgroup(NamedTuple):
 
         @pl.when(self.work_tile.has_next)
         def _():
-            part = self.grid(self.work_tile.next_index)
+            part = self.grid(self.work_tile.next_index, places_of(self.gmem.qkg.q))
             self.prefetch_qk(part, self.work_tile.iteration + 1)
 
     def prefetch_beta(self) -> None:

@@ -1,0 +1,56 @@
+"""Rows of packed tokens that kernels read and write where the caller has them, whichever row a chunk begins with.
+
+TMA copies whole chunks. The last chunk of a segment may not be whole: it is copied, before and after the kernels, so
+that no kernel reads a neighbour's rows, writes over them, or masks any (`jfla.pallas.segments`).
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+from jax.typing import DTypeLike
+
+from jfla.packing import num_aligned_chunks
+from jfla.pallas.mgpu.types import Gmem
+from jfla.types import CHUNK
+
+READ, WRITTEN = range(2)  # of `PackedRows.places`
+
+Rows = Any  # [B, T, heads, D]: an array of whole chunks, or `PackedRows`
+
+
+class PackedRows(NamedTuple):
+    """Rows of packed tokens where the caller has them, and copies of chunks that are not whole: see `ChunkRows`.
+
+    In a kernel all are references.
+    """
+
+    tokens: Gmem  # [B, T, heads, D]
+    ends: Gmem  # [B, slots, C, heads, D]
+    places: Gmem = None  # [B, N, 2] int32: `ChunkRows.places`; not of results
+    most_chunks: Gmem = (
+        None  # [1] int32: chunks with tokens, of the row that has most; not of results
+    )
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """[B, T, heads, D] of the aligned grid."""
+        batch, time, heads, columns = self.tokens.shape
+        n_chunks = num_aligned_chunks(time, self.ends.shape[1] - 2)
+        return batch, n_chunks * CHUNK, heads, columns
+
+    @property
+    def dtype(self) -> DTypeLike:
+        return self.tokens.dtype
+
+
+def places_of(x: Rows) -> Gmem:
+    """Of `PackedRows`; None of an array of whole chunks."""
+    return x.places if isinstance(x, PackedRows) else None
+
+
+def rows_like(x: Rows, shape: tuple[int, ...], dtype: DTypeLike) -> Rows:
+    """`jax.ShapeDtypeStruct`s of rows [.., heads, D] that lie as x does; `shape` is that of the whole chunks."""
+    if not isinstance(x, PackedRows):
+        return jax.ShapeDtypeStruct(shape, dtype)
+    lead = (x.tokens.shape[:2], x.ends.shape[:3])
+    return PackedRows(*[jax.ShapeDtypeStruct((*first, *shape[2:]), dtype) for first in lead])

@@ -1,0 +1,70 @@
+"""TMA copies of tiles whose first row is any row of an array in global memory.
+
+Mosaic describes rows to TMA as tiles of eight, of which a copy takes whole ones: from another row on than a multiple of
+eight, it would read zeros behind each tile. Here the tiles of a description overlap, so that eight rows from any one on
+are within a tile. For copies that begin with a tile nothing changes.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import dialect_lowering
+from jax.experimental.mosaic.gpu.launch_context import TileTransform
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import memref
+
+from jfla.pallas.mgpu.types import Index
+
+ROWS = 8  # of a tile
+
+
+@dataclasses.dataclass(frozen=True)
+class RowTileTransform(TileTransform):
+    """Of an array [.., rows, columns] in global memory: [.., row tiles, column tiles, 2 ROWS - 1, tile columns].
+
+    Rows of a copy must be in the array: those behind its last whole tile are of none.
+    """
+
+    def transform_gmem_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        *lead, rows, columns = shape
+        width = min(columns, self.tiling[1])
+        return *lead, max(rows // ROWS, 1), columns // width, 2 * ROWS - 1, width
+
+    def apply(self, ref: Any) -> Any:
+        of_array = ir.MemRefType(ref.type)
+        strides, offset = of_array.get_strides_and_offset()
+        *lead, row_stride, column_stride = strides
+        shape = list(self.transform_gmem_shape(of_array.shape))
+        tile_strides = [ROWS * row_stride, shape[-1] * column_stride, row_stride, column_stride]
+        strides = [*lead, *tile_strides]
+        layout = ir.StridedLayoutAttr.get(offset, strides)
+        tiled = ir.MemRefType.get(shape, of_array.element_type, layout, of_array.memory_space)
+        return memref.reinterpret_cast(
+            tiled, ref, [], [], [],
+            static_offsets=[offset],
+            static_sizes=shape,
+            static_strides=strides,
+        )  # fmt: skip
+
+
+def any_row(row: Index) -> Index:
+    """A first row, as layout inference wants it: a multiple of a tile's rows, of which nothing else is derived."""
+    return pl.multiple_of(row, ROWS)
+
+
+_of_attributes: Callable[[Any], tuple[Any, ...]] = (
+    dialect_lowering.memref_transforms_from_transforms_attr
+)
+
+
+def transforms_of_attributes(attributes: Any) -> tuple[Any, ...]:
+    """Mosaic's transforms of a reference, with tiles that overlap in global memory."""
+    return tuple(
+        RowTileTransform(x.tiling) if x.tiling[0] == ROWS and len(x.tiling) == 2 else x
+        for x in _of_attributes(attributes)
+    )
+
+
+dialect_lowering.memref_transforms_from_transforms_attr = transforms_of_attributes
