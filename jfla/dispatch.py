@@ -199,7 +199,7 @@ def _recurrent_pallas(inputs: Inputs, options: Options, choice: Choice) -> Delta
     sizes = dims_of(inputs)
     num_sms = support.num_sms(inputs)
     plan = decode.DecodePlan(
-        decode_v_block(sizes.value_dim, sizes.sequences, num_sms),
+        decode_v_block(sizes, num_sms),
         interpret=interpreting(),
         by_platform=choice.by_platform,
         num_sms=num_sms,

@@ -50,6 +50,13 @@ SPILLED = {
     "jfla_intra_kda_beside_output_scan": 40,
     "jfla_intra_gdn_beside_output_scan": 16,
 }
+# The same where packed segments lie in place; the scans with K = 256.
+SPILLED_IN_PLACE = {
+    "jfla_intra_kda": 20,
+    "jfla_intra_gdn": 4,
+    "jfla_output_scan": 12,
+    "jfla_backward_scans": 8,
+}
 REPORT = pathlib.Path(__file__).with_name("h200_report.json")
 # The instructions that a kernel must not lose, by the start of their names in machine code.
 COUNTED = {"wgmma": "HGMMA", "copies in": "UTMALDG", "copies out": "UTMASTG", "exp2": "MUFU.EX2"}
@@ -59,8 +66,9 @@ DECODE_CONFIGURATIONS = [
     ("kda", (64, 128), 8, 64, ""),
     ("gdn", (128, 64), 3, 1, ""),
     ("kda", (128, 128), 8, 256, "every state"),
+    ("kda", (128, 128), 8, 2048, "every state"),
     ("kda", (256, 256), 8, 64, ""),
-    ("kda", (128, 128), 1, 256, "bfloat16 pool"),
+    ("kda", (128, 128), 1, 2048, "bfloat16 pool"),
     ("gdn", (128, 128), 4, 64, "bfloat16 pool, rows of any length"),
     ("kda", (64, 64), 8, 1, "bfloat16"),
     ("kda", (256, 256), 8, 64, "pool, every state"),
@@ -113,6 +121,37 @@ def test_kernels_compile_as_written_down(op, dims, raw, batch, capfd, monkeypatc
     for kernel, found in now.items():
         assert found["spilled bytes"] <= SPILLED.get(kernel, 0), kernel
     check_report(REPORT, name, now, COUNTED)
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(
+    ("op", "dims", "raw"),
+    [
+        ("gdn", (128, 128), False),
+        pytest.param("gdn", (256, 256), True, marks=pytest.mark.slow),
+        pytest.param("kda", (128, 128), True, marks=pytest.mark.slow),
+        pytest.param("kda", (256, 256), False, marks=pytest.mark.slow),
+    ],
+)
+def test_chunks_of_segments_in_place_spill_few_bytes(op, dims, raw, capfd, monkeypatch):
+    """Tokens of no whole number of chunks, nor of TMA's tiles of rows."""
+    monkeypatch.setitem(os.environ, "MOSAIC_GPU_DUMP_PTXAS", "1")
+    arrays, static = describe(op, dims, raw, batch=2, time=1003)
+    arrays["initial_state"] = jax.ShapeDtypeStruct((2, 3, 2, *dims), jnp.float32)
+    segment_ids = jax.ShapeDtypeStruct((2, 1003), jnp.int32)
+    chunk = getattr(jfla, f"chunk_{op}")
+
+    def both(arrays: dict[str, Any], segment_ids: Any) -> dict[str, Any]:
+        call = {**static, "segment_ids": segment_ids, "return_final_state": True}
+        out, adjoint = jax.vjp(lambda x: chunk(**x, **call), arrays)
+        return adjoint(out)[0]
+
+    compile_for_h200(both, arrays, segment_ids)
+    now = facts("".join(capfd.readouterr()), {})
+    assert len(now) >= 4
+    for kernel, found in now.items():
+        assert found["spilled bytes"] <= (SPILLED | SPILLED_IN_PLACE).get(kernel, 0), kernel
+        assert "serialized" not in found, kernel
 
 
 @pytest.mark.aot

@@ -5,6 +5,7 @@ import pytest
 from jfla.pallas.heuristics import (
     HOPPER_SMS,
     Dims,
+    decode_v_block,
     num_spans,
     overlap_schedule,
     schedule,
@@ -74,3 +75,27 @@ def test_a_part_keeps_what_the_backward_finds(heads, part_heads, spans):
     assert alone.time_splits > 1
     assert part.time_splits == (1 if spans else alone.time_splits)
     assert part.num_sms == 100
+
+
+@pytest.mark.parametrize(
+    ("states", "key_dim", "value_dim", "v_block"),
+    [
+        (1, 128, 128, 32),
+        (256, 128, 128, 64),
+        (8192, 128, 128, 128),
+        (8192, 256, 128, 64),
+        (8192, 64, 192, 64),
+    ],
+)
+def test_a_decoding_cta_has_more_columns_the_more_states_there_are(
+    states, key_dim, value_dim, v_block
+):
+    assert decode_v_block(Dims(states, 1, 1, value_dim, key_dim), HOPPER_SMS) == v_block
+
+
+@pytest.mark.parametrize(("segments", "v_block"), [(20, 64), (64, 128)])
+def test_scans_of_long_segments_split_v(segments, v_block):
+    """The longest one ends last."""
+    dims = Dims(1, 32, 256 + segments, 128, 128, segments)
+    found = schedule(OPS["kda"], dims)
+    assert (found.scan_v_block, found.overlap_ctas) == (v_block, 0)

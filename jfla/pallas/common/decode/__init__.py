@@ -68,7 +68,7 @@ def _decode(
             v_block = plan.v_block
             part = dims_of(inputs)
             if part != whole:
-                v_block = decode_v_block(part.value_dim, part.sequences, plan.num_sms)
+                v_block = decode_v_block(part, plan.num_sms)
             with tracing_for(plan.machine):
                 return _launches(inputs, options, v_block)
 
