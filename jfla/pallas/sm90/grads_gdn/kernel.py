@@ -49,6 +49,7 @@ from jfla.pallas.sm90.grads_gdn.smem import (
     grads_gdn_barriers,
     grads_gdn_storage,
 )
+from jfla.pallas.sm90.grads_producer import drain, produce_chunk
 from jfla.stages import FactoredQK, ScanResults
 from jfla.types import CHUNK
 
@@ -81,24 +82,6 @@ def run_consumer(ctx: GradsGdnWarpgroup, out_gmem: KernelGrads) -> None:
     plgpu.barrier_arrive(ctx.barriers.chunk_done)
 
 
-def run_producer(ctx: GradsGdnWarpgroup) -> None:
-    """Issues the copies of a chunk, each as soon as there is room."""
-    for v_tile in range(ctx.spec.v_tiles):
-        stage = ctx.stage(v_tile)
-
-        @pl.when(ctx.v_copy_count(v_tile) >= ctx.num_stages)
-        def _(stage: Index = stage):
-            plgpu.barrier_wait(ctx.barriers.v_empty.at[stage])
-
-        load_v_tile(ctx, v_tile, stage)
-
-    @pl.when(ctx.work.iteration > 0)
-    def _():
-        plgpu.barrier_wait(ctx.barriers.chunk_done)
-
-    load_qk(ctx)
-
-
 def load_v_tile(ctx: GradsGdnWarpgroup, v_tile: int, stage: Index) -> None:
     """Starts the copies of 64 columns of V of everything that the scans left, to one stage."""
     scans = ctx.gmem.scans
@@ -128,17 +111,6 @@ def load_qk(ctx: GradsGdnWarpgroup) -> None:
         for tile in range(ctx.spec.num_tiles):
             start = functools.partial(copies.start, target_smem=ctx.smem.qk.at[which, tile])
             index.for_rows(source, ctx.spec.heads, ctx.columns(tile), start)
-
-
-def drain_producer(barriers: Barriers, num_chunks: Index, v_tiles: int, stages: int) -> None:
-    """Waits for the last arrivals: each has to be observed before the kernel ends."""
-    count = num_chunks * v_tiles
-
-    @pl.loop(jnp.maximum(count - stages, 0), count)
-    def _(i: Index) -> None:
-        plgpu.barrier_wait(barriers.v_empty.at[lax.rem(i, jnp.int32(stages))])
-
-    plgpu.barrier_wait(barriers.chunk_done)
 
 
 def grads_gdn(
@@ -187,9 +159,9 @@ def grads_gdn(
             @pl.when(wg == GDN_CONSUMERS)
             def _():
                 leave_registers(REGISTERS.producer)
-                produce = lambda work: run_producer(context(work))
+                produce = lambda work: produce_chunk(context(work), load_v_tile, load_qk)
                 tiles.for_each_tile(produce, cta, 0)
-                drain_producer(barriers, tiles.tile_count(cta), spec.v_tiles, stages)
+                drain(barriers, tiles.tile_count(cta), spec.v_tiles, stages)
 
         tiles.if_any(cta, 0, run_roles)
 

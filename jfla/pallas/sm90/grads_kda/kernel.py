@@ -9,7 +9,6 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -43,30 +42,11 @@ from jfla.pallas.sm90.grads_kda.smem import (
     grads_kda_barriers,
     grads_kda_storage,
 )
+from jfla.pallas.sm90.grads_producer import drain, produce_chunk
 from jfla.stages import ScanResults
 from jfla.types import CHUNK
 
 REGISTERS = RegisterLimits(240, 24)
-
-
-def run_producer(ctx: GradsKdaWarpgroup) -> None:
-    """Issues the copies of a chunk, each as soon as there is room."""
-    for v_tile in range(ctx.spec.v_tiles):
-        stage = ctx.stage(v_tile)
-
-        @pl.when(ctx.v_copy_count(v_tile) >= ctx.num_stages)
-        def _(stage: Index = stage):
-            plgpu.barrier_wait(ctx.barriers.v_empty.at[stage])
-
-        load_v_tile(ctx, v_tile, stage)
-
-    prefetch_qkg(ctx)
-
-    @pl.when(ctx.work.iteration > 0)
-    def _():
-        plgpu.barrier_wait(ctx.barriers.chunk_done)
-
-    load_qk(ctx)
 
 
 def load_v_tile(ctx: GradsKdaWarpgroup, v_tile: int, stage: Index) -> None:
@@ -110,17 +90,6 @@ def load_qk(ctx: GradsKdaWarpgroup) -> None:
     if smem.resets is not None:
         resets = qkg.resets.at[index.batch, index.tokens]
         copies.start(resets, smem.resets)
-
-
-def drain_producer(barriers: Barriers, num_chunks: Index, v_tiles: int, stages: int) -> None:
-    """Waits for the last arrivals: each has to be observed before the kernel ends."""
-    count = num_chunks * v_tiles
-
-    @pl.loop(jnp.maximum(count - stages, 0), count)
-    def _(i: Index) -> None:
-        plgpu.barrier_wait(barriers.v_empty.at[lax.rem(i, jnp.int32(stages))])
-
-    plgpu.barrier_wait(barriers.chunk_done)
 
 
 def load_matrices(gmem: GradsKdaOperands, smem: SharedStorage, full: Gmem) -> None:
@@ -185,9 +154,11 @@ def grads_kda(
             def _():
                 leave_registers(REGISTERS.producer)
                 load_matrices(gmem, smem, barriers.matrices_full)
-                produce = lambda work: run_producer(context(work))
+                produce = lambda work: produce_chunk(
+                    context(work), load_v_tile, load_qk, prefetch_qkg
+                )
                 tiles.for_each_tile(produce, cta, 0)
-                drain_producer(barriers, tiles.tile_count(cta), spec.v_tiles, stages)
+                drain(barriers, tiles.tile_count(cta), spec.v_tiles, stages)
 
         tiles.if_any(cta, 0, run_roles)
 
