@@ -10,7 +10,6 @@ from jaxtyping import Array, Float
 from jfla.gates import l2norm
 from jfla.pallas import chunk
 from jfla.pallas.arrays import kernel_arrays, leaves_norm, to_kernel_state
-from jfla.pallas.common.chunk_index import HalfOfChunks
 from jfla.pallas.common.scan.spec import ScanConfig
 from jfla.pallas.common.scan.steps import output_scan_kernel
 from jfla.pallas.heuristics import Schedule, dims_of, schedule
@@ -27,9 +26,7 @@ def intra(inputs: Inputs, options: Options, plan: Schedule | None = None) -> tup
     with tracing_for(plan.machine):
         x = kernel_arrays(inputs, options)
         results = run(chunk.intra_kernel(x, inputs, options, plan))
-    is_half = lambda x: isinstance(x, HalfOfChunks)
-    of_arrays = lambda x: x.array() if is_half(x) else x
-    return jax.tree.map(of_arrays, results.qk, is_leaf=is_half), results.intra
+    return results.qk, results.intra
 
 
 def output_scan(

@@ -1,15 +1,11 @@
 """Which chunk a CTA works on, and where its rows and tiles lie in global memory."""
 
-import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.typing import DTypeLike
 
 from jfla.pallas.common.packed_rows import READ, WRITTEN, PackedRows, Rows
 from jfla.pallas.mgpu.row_tiles import any_row
@@ -19,30 +15,6 @@ from jfla.types import CHUNK
 TILE_K = 64  # key channels of one tile
 TILE_V = 64  # columns of V of one tile, and of one consumer warpgroup
 CHANNEL_BLOCK = 128  # of K, and for KDA of V: what one CTA of the gradient kernels takes
-
-
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("both",), meta_fields=("half",))
-@dataclasses.dataclass(frozen=True)
-class HalfOfChunks:
-    """One of two arrays of chunks [B, HV, N, ..] that lie in one [B, HV, N, 2, ..], side by side.
-
-    Of two XLA would find each a buffer of its own; one takes that of a result of twice the bytes, before it is written.
-    """
-
-    both: Gmem
-    half: int
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return *self.both.shape[:3], *self.both.shape[4:]
-
-    @property
-    def dtype(self) -> DTypeLike:
-        return self.both.dtype
-
-    def array(self) -> jax.Array:
-        """On the host: a copy."""
-        return self.both[:, :, :, self.half]
 
 
 class ChunkIndex(NamedTuple):
@@ -64,8 +36,6 @@ class ChunkIndex(NamedTuple):
 
     def tile(self, ref_gmem: Gmem) -> Gmem:
         """Its part of an array [B, HV, N, ...]."""
-        if isinstance(ref_gmem, HalfOfChunks):
-            return ref_gmem.both.at[*self.number, ref_gmem.half]
         return ref_gmem.at[self.number]
 
     def for_rows(

@@ -129,9 +129,12 @@ def intra_kda(
 
 def _intra_results(outputs: IntraKdaOutputs, beta: Gmem) -> IntraResults:
     """On the host: the outputs by the names of `jfla.stages`."""
-    k_from_start: Gmem = outputs.k_from_start
-    k_to_end: Gmem = outputs.k_to_end
-    qk = DecayedQK(outputs.q_from_start, k_from_start, k_to_end, outputs.chunk_decay)
+    qk = DecayedQK(
+        outputs.q_from_start,
+        outputs.k_from_start,
+        outputs.k_to_end,
+        outputs.chunk_decay,
+    )
     intra = None
     if outputs.a_qk is not None:
         intra = IntraChunk(outputs.a_qk, outputs.a_inv)
@@ -143,8 +146,7 @@ def _intra_results(outputs: IntraKdaOutputs, beta: Gmem) -> IntraResults:
 def _output_shapes(grid: PartGrid, key_dim: int, with_pairs: bool) -> IntraKdaOutputs:
     """On the host: a `jax.ShapeDtypeStruct` for each."""
     lead = tuple(grid.chunks)
-    q_tiles = jax.ShapeDtypeStruct((*lead, CHUNK, key_dim), BF16)
-    k_tiles = jax.ShapeDtypeStruct((*lead, 2, CHUNK, key_dim), BF16)
+    rows = jax.ShapeDtypeStruct((*lead, CHUNK, key_dim), BF16)
     square = jax.ShapeDtypeStruct((*lead, CHUNK, CHUNK), BF16)
     decay = jax.ShapeDtypeStruct((*lead, key_dim), F32)
     one_block = grid.num_blocks == 1
@@ -152,7 +154,7 @@ def _output_shapes(grid: PartGrid, key_dim: int, with_pairs: bool) -> IntraKdaOu
     block_sums = None
     if with_pairs and not one_block:
         block_sums = jax.ShapeDtypeStruct((*lead, grid.num_blocks, 2, CHUNK, CHUNK), F32)
-    return IntraKdaOutputs(q_tiles, k_tiles, decay, a, a, block_sums)
+    return IntraKdaOutputs(rows, rows, rows, decay, a, a, block_sums)
 
 
 def _run_channel_warpgroup(

@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-from jfla.pallas.common.chunk_index import TILE_K, ChunkIndex, ChunkPart, HalfOfChunks, PartGrid
+from jfla.pallas.common.chunk_index import TILE_K, ChunkIndex, ChunkPart, PartGrid
 from jfla.pallas.common.decay_sums import IN_BLOCK, NUM_BLOCK_SPANS, TO_NEXT_BLOCK
 from jfla.pallas.common.packed_rows import places_of
 from jfla.pallas.common.pair_passes import BLOCK, NUM_BLOCKS, SHIFT, passes_of
@@ -64,20 +64,13 @@ class IntraKdaOutputs(NamedTuple):
     """What the kernel writes: `DecayedQK`, and what it has of `IntraChunk`."""
 
     q_from_start: Gmem
-    k_tiles: Gmem  # [B, HV, N, 2, C, K]: k_from_start and k_to_end
+    k_from_start: Gmem
+    k_to_end: Gmem
     chunk_decay: Gmem
     a_qk: Gmem  # None where the caller has it, or K has several channel blocks
     a_inv: Gmem  # the same
     # [B, HV, N, blocks, 2, C, C] float32, with several blocks: what each adds to (q D k^T)^T and (k D k^T)^T.
     block_sums: Gmem
-
-    @property
-    def k_from_start(self) -> HalfOfChunks:
-        return HalfOfChunks(self.k_tiles, 0)
-
-    @property
-    def k_to_end(self) -> HalfOfChunks:
-        return HalfOfChunks(self.k_tiles, 1)
 
     @property
     def with_pairs(self) -> bool:
