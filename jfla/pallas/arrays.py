@@ -9,12 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jfla._inputs.canonicalize import without_padding
 from jfla.gates import Gate, l2norm, log_decay, write_strength
-from jfla.packing import (
-    Aligned,
-    align,
-    starts,
-    take_rows,
-)
+from jfla.packing import Aligned, align, starts, take_rows
 from jfla.pallas.common.chunk_index import CHANNEL_BLOCK
 from jfla.pallas.common.gate import LOG2E, STRONGEST, gate_kind, gate_parameters, reset_rows
 from jfla.pallas.common.packed_rows import PackedRows, Rows
@@ -62,8 +57,8 @@ class KernelArrays(NamedTuple):
         return Dims(batch, heads, time // CHUNK, value_dim, self.q.shape[-1])
 
     @property
-    def segments(self) -> Int[Array, "B S 3"] | None:
-        """`segment_table` of segments that are scanned side by side."""
+    def segments(self) -> Int[Array, "B S_plus_1 3"] | None:
+        """`segment_table` of segments, and of padding, that are scanned side by side."""
         return None if self.grid is None else self.grid.chunks.table
 
 
@@ -84,14 +79,14 @@ def kernel_arrays(inputs: Inputs, options: Options) -> KernelArrays:
         assert options.num_segments is not None
         packing = (inputs.segment_ids, options.num_segments)
         grid = SegmentGrid(align(*packing), segment_chunks(*packing))
-    of_gate = _chunk_scalars if options.op.scalar_gate else whole_chunks
+    of_gate = _token_scalars if options.op.scalar_gate else whole_chunks
     initial = inputs.initial_state
     return KernelArrays(
         q=whole_chunks(q, dtype, inputs, grid),
         k=whole_chunks(k, dtype, inputs, grid),
         v=whole_chunks(inputs.v, dtype, inputs, grid),
         g=of_gate(inputs.g, g_dtype, inputs, grid),
-        beta=_chunk_scalars(beta, F32, inputs, grid),
+        beta=_token_scalars(beta, F32, inputs, grid),
         initial=to_kernel_state(initial) if grid is None else initial,
         resets=_resets(inputs, grid),
         grid=grid,
@@ -149,18 +144,20 @@ def _resets(inputs: Inputs, grid: SegmentGrid | None) -> Float[Array, "B T"] | N
 
 def whole_chunks(x: Array, dtype: DTypeLike, inputs: Inputs, grid: SegmentGrid | None) -> Rows:
     """Rows [B, T, heads, D] in `dtype`: 0 on padding, whatever was there, and in the tail of the last chunk."""
-    if grid is None:
-        return _chunk_scalars(x, dtype, inputs, None)
-    return in_place(x.astype(dtype), grid.chunks)
-
-
-def _chunk_scalars(x: Array, dtype: DTypeLike, inputs: Inputs, grid: SegmentGrid | None) -> Array:
-    """The same of numbers [B, T, ..] that are few, which are copied where segments are aligned."""
     x = x.astype(dtype)
-    if grid is not None:
-        return take_rows(x, grid.aligned.source)
+    return _padded(x, inputs) if grid is None else in_place(x, grid.chunks)
+
+
+def _token_scalars(x: Array, dtype: DTypeLike, inputs: Inputs, grid: SegmentGrid | None) -> Array:
+    """The same of [B, T, ..], a few numbers of each token, which are copied where segments are aligned."""
+    x = x.astype(dtype)
+    return _padded(x, inputs) if grid is None else take_rows(x, grid.aligned.source)
+
+
+def _padded(x: Array, inputs: Inputs) -> Array:
+    """[B, T, ..] in whole chunks, and with zeros on padding."""
     if inputs.segment_ids is not None:
-        x = jnp.where(_match(inputs.segment_ids > 0, x), x, jnp.zeros((), dtype))
+        x = jnp.where(_match(inputs.segment_ids > 0, x), x, jnp.zeros((), x.dtype))
     tail = -x.shape[1] % CHUNK
     return jnp.pad(x, ((0, 0), (0, tail)) + ((0, 0),) * (x.ndim - 2)) if tail else x
 

@@ -29,7 +29,7 @@ MIN_SPLIT_CHUNKS = 16
 MAX_TIME_SPLITS = 16
 MIN_TIME_SPLITS = 3  # finding where the splits begin takes a scan over each in two forms
 
-LONG_SEGMENT_CHUNKS = 8  # in the mean
+LONG_SEGMENT_CHUNKS = 8  # chunks of the aligned grid for each segment
 
 NUM_SPANS = 4
 MIN_SPAN_CHUNKS = 32

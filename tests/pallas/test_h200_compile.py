@@ -68,6 +68,7 @@ DECODE_CONFIGURATIONS = [
     ("kda", (128, 128), 8, 256, "every state"),
     ("kda", (128, 128), 8, 2048, "every state"),
     ("kda", (256, 256), 8, 64, ""),
+    ("kda", (128, 128), 1, 256, "bfloat16 pool"),
     ("kda", (128, 128), 1, 2048, "bfloat16 pool"),
     ("gdn", (128, 128), 4, 64, "bfloat16 pool, rows of any length"),
     ("kda", (64, 64), 8, 1, "bfloat16"),

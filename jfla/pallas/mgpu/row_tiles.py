@@ -2,7 +2,8 @@
 
 Mosaic describes rows to TMA as tiles of eight, of which a copy takes whole ones: from another row on than a multiple of
 eight, it would read zeros behind each tile. Here the tiles of a description overlap, so that eight rows from any one on
-are within a tile. For copies that begin with a tile nothing changes.
+are within a tile. For copies that begin with a tile nothing changes, also in kernels that are not jfla's: Mosaic's
+function is replaced for the whole process.
 """
 
 import dataclasses
@@ -50,7 +51,12 @@ class RowTileTransform(TileTransform):
 
 
 def any_row(row: Index) -> Index:
-    """A first row, as layout inference wants it: a multiple of a tile's rows, of which nothing else is derived."""
+    """The first row of a copy, which need not begin a tile.
+
+    Layout inference refuses an index that it does not know to be a multiple of ROWS. It is told that this one is, which
+    is safe because lowering divides by ROWS and keeps the remainder: a copy that relied on a remainder of 0 would
+    read and write wrong rows.
+    """
     return pl.multiple_of(row, ROWS)
 
 
