@@ -68,7 +68,7 @@ def starts(segment_ids: Int[Array, "B T"]) -> Bool[Array, "B T"]:
 
 
 class Aligned(NamedTuple):
-    """A grid in which every segment starts on a chunk boundary: the place of each token, the chunks of each segment."""
+    """A grid in which every segment starts on a chunk boundary: the place of each token, the segment of each chunk."""
 
     source: Int[
         Array, "B T_aligned"
@@ -79,7 +79,6 @@ class Aligned(NamedTuple):
     segment: Int[
         Array, "B N"
     ]  # 0-based segment of each chunk; unused chunks point at the last segment
-    first_chunk: Int[Array, "B S_plus_1"]  # of each segment, and behind the last one
 
 
 def num_aligned_chunks(time: int, num_segments: int, chunk: int = CHUNK) -> int:
@@ -101,10 +100,10 @@ def align(segment_ids: Int[Array, "B T"], num_segments: int, chunk: int = CHUNK)
     bounds = segment_bounds(segment_ids, num_segments)
     first_token = bounds[:, :-1]
     end_token = bounds[:, 1:]
-    last_chunk = jnp.cumsum(-((first_token - end_token) // chunk), axis=1)
-    first_chunk = jnp.pad(last_chunk, ((0, 0), (1, 0)))
+    length = -((first_token - end_token) // chunk)
+    last_chunk = jnp.cumsum(length, axis=1)
     # Aligned row minus packed position, per segment.
-    shift = first_chunk[:, :-1] * chunk - first_token
+    shift = (last_chunk - length) * chunk - first_token
     own_shift = jnp.take_along_axis(shift, jnp.maximum(segment_ids - 1, 0), axis=1)
     valid = (segment_ids > 0) & (segment_ids <= num_segments)
     target = jnp.where(valid, jnp.arange(time)[None] + own_shift, n_chunks * chunk)
@@ -114,7 +113,7 @@ def align(segment_ids: Int[Array, "B T"], num_segments: int, chunk: int = CHUNK)
     row_segment = jnp.repeat(segment, chunk, axis=1)
     source = jnp.arange(n_chunks * chunk)[None] - jnp.take_along_axis(shift, row_segment, axis=1)
     end = jnp.take_along_axis(end_token, row_segment, axis=1)
-    return Aligned(jnp.where(source < end, source, time), target, segment, first_chunk)
+    return Aligned(jnp.where(source < end, source, time), target, segment)
 
 
 def take_rows(

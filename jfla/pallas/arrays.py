@@ -5,14 +5,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from jfla._inputs.canonicalize import without_padding
 from jfla.gates import Gate, l2norm, log_decay, write_strength
-from jfla.packing import Aligned, align, starts, take_rows
+from jfla.packing import starts, take_rows
 from jfla.pallas.common.chunk_index import CHANNEL_BLOCK
 from jfla.pallas.common.gate import LOG2E, STRONGEST, gate_kind, gate_parameters, reset_rows
-from jfla.pallas.common.packed_rows import PackedRows, Rows
+from jfla.pallas.common.packed_rows import PackedRows, Rows, SegmentTable
 from jfla.pallas.common.qk_tiles import QkgOperands, QkOptions
 from jfla.pallas.common.results import KernelGrads
 from jfla.pallas.heuristics import Dims
@@ -26,13 +26,6 @@ from jfla.types import CHUNK, Inputs, Options, State, Value
 # rounding. v_new and dv, which have it as a factor, keep their digits in the range of their dtype; so does its root in
 # float16, which scales rows and columns of the inverse.
 SMALLEST_BETA: dict[Any, float] = {BF16: 2.0**-26, F16: 2.0**-12}
-
-
-class SegmentGrid(NamedTuple):
-    """The grid in which every packed segment begins with a chunk, and where its chunks lie among the tokens."""
-
-    aligned: Aligned
-    chunks: SegmentChunks
 
 
 class KernelArrays(NamedTuple):
@@ -49,7 +42,7 @@ class KernelArrays(NamedTuple):
     beta: Float[Array, "B T HV"]
     initial: Float[Array, "B HV 1 V K"] | Float[Array, "B S HV K V"] | None
     resets: Float[Array, "B T"] | None
-    grid: SegmentGrid | None = None
+    grid: SegmentChunks | None = None
 
     @property
     def dims(self) -> Dims:
@@ -57,9 +50,9 @@ class KernelArrays(NamedTuple):
         return Dims(batch, heads, time // CHUNK, value_dim, self.q.shape[-1])
 
     @property
-    def segments(self) -> Int[Array, "B S_plus_1 3"] | None:
-        """`segment_table` of segments, and of padding, that are scanned side by side."""
-        return None if self.grid is None else self.grid.chunks.table
+    def segments(self) -> SegmentTable | None:
+        """Segments, and padding, that are scanned side by side."""
+        return None if self.grid is None else self.grid.table
 
 
 def kernel_arrays(inputs: Inputs, options: Options) -> KernelArrays:
@@ -77,8 +70,7 @@ def kernel_arrays(inputs: Inputs, options: Options) -> KernelArrays:
     if options.aligned_segments:
         assert inputs.segment_ids is not None
         assert options.num_segments is not None
-        packing = (inputs.segment_ids, options.num_segments)
-        grid = SegmentGrid(align(*packing), segment_chunks(*packing))
+        grid = segment_chunks(inputs.segment_ids, options.num_segments)
     of_gate = _token_scalars if options.op.scalar_gate else whole_chunks
     initial = inputs.initial_state
     return KernelArrays(
@@ -132,26 +124,26 @@ def times_rows(x: Float[Array, "B *rest"], scale: Float[Array, " B"]) -> Float[A
     return (x * factor).astype(x.dtype)
 
 
-def _resets(inputs: Inputs, grid: SegmentGrid | None) -> Float[Array, "B T"] | None:
+def _resets(inputs: Inputs, grid: SegmentChunks | None) -> Float[Array, "B T"] | None:
     """`reset_rows` of a packed call, in whole chunks. Where segments are aligned nothing is left to reset."""
     if inputs.segment_ids is None:
         return None
     if grid is not None:
-        return (grid.aligned.source == inputs.segment_ids.shape[1]).astype(F32)
+        return (grid.source == inputs.segment_ids.shape[1]).astype(F32)
     rows = reset_rows(inputs.segment_ids, starts(inputs.segment_ids))
     return jnp.pad(rows, ((0, 0), (0, -rows.shape[1] % CHUNK)), constant_values=1.0)
 
 
-def whole_chunks(x: Array, dtype: DTypeLike, inputs: Inputs, grid: SegmentGrid | None) -> Rows:
+def whole_chunks(x: Array, dtype: DTypeLike, inputs: Inputs, grid: SegmentChunks | None) -> Rows:
     """Rows [B, T, heads, D] in `dtype`: 0 on padding, whatever was there, and in the tail of the last chunk."""
     x = x.astype(dtype)
-    return _padded(x, inputs) if grid is None else in_place(x, grid.chunks)
+    return _padded(x, inputs) if grid is None else in_place(x, grid)
 
 
-def _token_scalars(x: Array, dtype: DTypeLike, inputs: Inputs, grid: SegmentGrid | None) -> Array:
+def _token_scalars(x: Array, dtype: DTypeLike, inputs: Inputs, grid: SegmentChunks | None) -> Array:
     """The same of [B, T, ..], a few numbers of each token, which are copied where segments are aligned."""
     x = x.astype(dtype)
-    return _padded(x, inputs) if grid is None else take_rows(x, grid.aligned.source)
+    return _padded(x, inputs) if grid is None else take_rows(x, grid.source)
 
 
 def _padded(x: Array, inputs: Inputs) -> Array:
@@ -181,14 +173,14 @@ def to_kernel_states(
 def to_tokens(
     x: Rows,
     inputs: Inputs,
-    grid: SegmentGrid | None,
+    grid: SegmentChunks | None,
 ) -> Float[Array, "B T *rest"]:
     """Of whole chunks the rows of the caller's tokens; 0 on padding where segments are aligned."""
     if grid is None:
         return x[:, : inputs.v.shape[1]]
     if isinstance(x, PackedRows):
-        return with_ends(x, grid.chunks)
-    return take_rows(x, grid.aligned.target)
+        return with_ends(x, grid)
+    return take_rows(x, grid.target)
 
 
 def nonzero_beta(beta: Float[Array, "*shape"], dtype: DTypeLike) -> Float[Array, "*shape"]:
@@ -241,7 +233,7 @@ def qk_options(x: KernelArrays, inputs: Inputs, options: Options) -> QkOptions:
 def cotangents(
     inputs: Inputs,
     options: Options,
-    grid: SegmentGrid | None,
+    grid: SegmentChunks | None,
     grads: KernelGrads,
     dv: Rows,
     d_initial: Array | None,

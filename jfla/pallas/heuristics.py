@@ -162,24 +162,27 @@ def scan_v_block(dims: Dims, num_sms: int) -> int:
 # intra-chunk work of a chunk, (alone, beside a scan); of a scan for a chunk, by its columns of V.
 _INTRA_US = {False: (5.6, 7.2), True: (11.0, 10.8)}
 _SCAN_US = {64: 1.25, 128: 1.7}
+_BEGIN_US = 0.3  # what a chunk has of the time in which a CTA begins to scan segments
 
 
 def overlap_schedule(op: Op, dims: Dims, num_sms: int) -> tuple[int, int]:
     """(v_block of the scan, CTAs of the intra-chunk kernel beside it); 0 CTAs: it runs before the scan.
 
-    Overlap pays while the scan leaves many multiprocessors idle, unless time is split, segments are scanned side by
-    side, or all chunks fit in one wave. KDA with K = 256 makes its A matrices in two kernels, of which none can.
-    With t_intra and t_scan for all chunks and the intra-chunk work in so many rounds,
+    Overlap pays while the scan leaves many multiprocessors idle, unless time is split or all chunks fit in one wave; of
+    packed segments always, see `_overlap_of_segments`. KDA with K = 256 makes its A matrices in two kernels, of which
+    none can. With t_intra and t_scan for all chunks and the intra-chunk work in so many rounds,
 
         t = max(rounds * t_intra + t_scan / rounds, t_scan)
 
     because the scan ends a round after the last one.
     """
     v_block = scan_v_block(dims, num_sms)
-    if time_splits(dims, num_sms) > 1 or dims.num_chunks <= num_sms or dims.segments is not None:
+    if time_splits(dims, num_sms) > 1 or dims.num_chunks <= num_sms:
         return v_block, 0
     if not op.scalar_gate and dims.key_dim > 128:
         return v_block, 0
+    if dims.segments is not None:
+        return _overlap_of_segments(op, dims, num_sms)
     wgs = intra_wgs(op, dims.key_dim)
     alone_us, beside_us = _INTRA_US[op.scalar_gate]
 
@@ -197,6 +200,20 @@ def overlap_schedule(op: Op, dims: Dims, num_sms: int) -> tuple[int, int]:
         longest = max(num_rounds * beside_us + scan_us / num_rounds, scan_us)
         choices.append((longest, columns, idle_sms))
     return min(choices)[1:]
+
+
+def _overlap_of_segments(op: Op, dims: Dims, num_sms: int) -> tuple[int, int]:
+    """Multiprocessors in the ratio of the work: CTAs of the scan end, and others take their place.
+
+    The intra-chunk kernel takes chunks in the order in which segments are scanned, so that a scan waits for little and
+    finds its operands in the second-level cache.
+    """
+    _, columns = v_blocks(dims)
+    scan_us = (_SCAN_US[columns] + _BEGIN_US) * (dims.value_dim // columns)
+    _, beside_us = _INTRA_US[op.scalar_gate]
+    intra_us = beside_us / intra_wgs(op, dims.key_dim)
+    ctas = round(num_sms * intra_us / (intra_us + scan_us))
+    return columns, min(max(ctas, 1), num_sms - 1) if num_sms > 1 else 0
 
 
 def time_splits(dims: Dims, num_sms: int) -> int:

@@ -3,15 +3,20 @@
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Int, Shaped
+from jaxtyping import Array, Bool, Int, Shaped
 
 from jfla.packing import num_aligned_chunks, segment_bounds, take_rows
-from jfla.pallas.common.packed_rows import READ, PackedRows
+from jfla.pallas.common.packed_rows import READ, PackedRows, SegmentTable
 from jfla.types import CHUNK
+
+CTA_CHUNKS = 16  # of the segments that one CTA scans; a longer one has a CTA to itself
 
 
 class SegmentChunks(NamedTuple):
-    """The chunks of `jfla.packing.align`, with padding as one more segment behind the others.
+    """A grid in which every segment begins with a chunk: the longest first, padding as one more behind the others.
+
+    The longest is scanned first: it would run alone at the end. A kernel that makes the scan's operands takes chunks
+    in the grid's order.
 
     A place is the packed position of the first of 64 rows, or -1 - slot of a chunk among the ends, which are copies.
     Slots 0 .. S-1 have the last chunk of each segment where it is not whole, slot S zeros, which padding reads, and
@@ -19,67 +24,138 @@ class SegmentChunks(NamedTuple):
     """
 
     places: Int[Array, "B N 2"]  # READ and WRITTEN
+    source: Int[Array, "B N_C"]  # packed position that a row of the grid reads; T: none
+    target: Int[Array, "B T"]  # row of the grid of each packed token; N C: none, padding
     end_rows: Int[Array, "B S_plus_1 C"]  # packed positions of slots 0 .. S; T and more: none
-    table: Int[Array, "B S_plus_1 3"]  # see `segment_table`
+    table: SegmentTable
     most_chunks: Int[Array, "1"]  # with tokens, of the row that has most
+
+
+class _Segments(NamedTuple):
+    """Of segments 0 .. S-1 and of padding, which is segment S."""
+
+    first_token: Int[Array, "B S_plus_1"]
+    end_token: Int[Array, "B S_plus_1"]
+    rank: Int[Array, "B S_plus_1"]  # in the grid's order
+    first_chunk: Int[Array, "B S_plus_1"]
+    end_chunk: Int[Array, "B S_plus_1"]
+
+
+class _ByChunk(NamedTuple):
+    """Of every chunk of the grid; those without tokens belong to padding."""
+
+    has_tokens: Bool[Array, "B N"]
+    segment: Int[Array, "B N"]
+    first_token: Int[Array, "B N"]
+    end_token: Int[Array, "B N"]  # of its segment
 
 
 def segment_chunks(segment_ids: Int[Array, "B T"], num_segments: int) -> SegmentChunks:
     """Of 0-based segments 0 .. S-1, and S for padding."""
     time = segment_ids.shape[1]
     n_chunks = num_aligned_chunks(time, num_segments)
-    bounds = segment_bounds(segment_ids, num_segments)
-    first_token = bounds
-    end_token = jnp.pad(bounds[:, 1:], ((0, 0), (0, 1)), constant_values=time)
-    end_chunk = jnp.cumsum(-((first_token - end_token) // CHUNK), axis=1)
-    first_chunk = end_chunk + (first_token - end_token) // CHUNK
-
-    number = jnp.arange(n_chunks)[None]
-    slot = jnp.sum(number[:, :, None] >= end_chunk[:, None], axis=-1)  # S + 1: no tokens
-    segment = jnp.minimum(slot, num_segments)
-    of_chunk = lambda x: jnp.take_along_axis(x, segment, axis=1)
-    place = of_chunk(first_token) + (number - of_chunk(first_chunk)) * CHUNK
-    whole = (slot <= num_segments) & (place + CHUNK <= of_chunk(end_token))
-    read = jnp.where(whole & (slot < num_segments), place, -1 - segment)
-    written = jnp.where(whole, place, -1 - slot)
+    segments = _segments(segment_ids, num_segments)
+    chunks = _by_chunk(segments, n_chunks)
+    slot = jnp.where(chunks.has_tokens, chunks.segment, num_segments + 1)
+    whole = chunks.has_tokens & (chunks.first_token + CHUNK <= chunks.end_token)
+    of_segment = chunks.segment < num_segments
+    read = jnp.where(whole & of_segment, chunks.first_token, -1 - chunks.segment)
+    written = jnp.where(whole, chunks.first_token, -1 - slot)
     # Not stacked: XLA would make a kernel of that alone.
     is_read = jnp.arange(2)[None, None] == READ
     places = jnp.where(is_read, read[..., None], written[..., None])
 
-    rest = (end_token - first_token) % CHUNK
-    in_end = jnp.arange(CHUNK)[None, None]
-    end_rows = jnp.where(
-        in_end < rest[..., None],
-        (end_token - rest)[..., None] + in_end,
-        time + jnp.arange((num_segments + 1) * CHUNK).reshape(1, -1, CHUNK),
-    )
+    token = chunks.first_token[..., None] + jnp.arange(CHUNK)[None, None]
+    in_segment = of_segment[..., None] & (token < chunks.end_token[..., None])
+    source = jnp.where(in_segment, token, time).reshape(segment_ids.shape[0], -1)
+    shift = segments.first_chunk * CHUNK - segments.first_token
+    own_shift = jnp.take_along_axis(shift, jnp.maximum(segment_ids - 1, 0), axis=1)
+    valid = (segment_ids > 0) & (segment_ids <= num_segments)
+    target = jnp.where(valid, jnp.arange(time)[None] + own_shift, n_chunks * CHUNK)
     return SegmentChunks(
         places.astype(jnp.int32),
-        end_rows,
-        segment_table(first_chunk, end_chunk),
-        jnp.max(end_chunk[:, -1:], axis=0).astype(jnp.int32),
+        source,
+        target,
+        _end_rows(segments, time),
+        segment_table(segments.rank, segments.first_chunk, segments.end_chunk, n_chunks),
+        jnp.max(segments.end_chunk[:, -1:], axis=0).astype(jnp.int32),
     )
+
+
+def _segments(segment_ids: Int[Array, "B T"], num_segments: int) -> _Segments:
+    time = segment_ids.shape[1]
+    first_token = segment_bounds(segment_ids, num_segments)
+    end_token = jnp.pad(first_token[:, 1:], ((0, 0), (0, 1)), constant_values=time)
+    length = -((first_token - end_token) // CHUNK)
+    number = jnp.arange(num_segments + 1)
+    # [B, own, other]: sums over other segments, because a sort would be a kernel of its own.
+    own = number[None, :, None]
+    other = number[None, None, :]
+    own_length = length[:, :, None]
+    other_length = length[:, None, :]
+    longer = (other_length > own_length) | ((other_length == own_length) & (other < own))
+    before = jnp.where(own == num_segments, other < own, (other < num_segments) & longer)
+    rank = jnp.sum(before, axis=-1)
+    first_chunk = jnp.sum(jnp.where(before, other_length, 0), axis=-1)
+    return _Segments(first_token, end_token, rank, first_chunk, first_chunk + length)
+
+
+def _by_chunk(segments: _Segments, n_chunks: int) -> _ByChunk:
+    padding = segments.rank.shape[1] - 1
+    number = jnp.arange(n_chunks)[None, :, None]
+    first_chunk = segments.first_chunk[:, None]
+    inside = (number >= first_chunk) & (number < segments.end_chunk[:, None])
+    of_chunk = lambda x: jnp.sum(jnp.where(inside, x, 0), axis=-1)
+    has_tokens = jnp.any(inside, axis=-1)
+    segment = of_chunk(jnp.arange(padding + 1)[None, None])
+    return _ByChunk(
+        has_tokens,
+        jnp.where(has_tokens, segment, padding),
+        of_chunk(segments.first_token[:, None] + (number - first_chunk) * CHUNK),
+        of_chunk(segments.end_token[:, None]),
+    )
+
+
+def _end_rows(segments: _Segments, time: int) -> Int[Array, "B S_plus_1 C"]:
+    rest = (segments.end_token - segments.first_token) % CHUNK
+    row = jnp.arange(CHUNK)[None, None]
+    none = time + jnp.arange(rest.shape[1] * CHUNK).reshape(1, -1, CHUNK)
+    first = (segments.end_token - rest)[..., None]
+    return jnp.where(row < rest[..., None], first + row, none)
 
 
 def segment_table(
-    first_chunk: Int[Array, "B S_plus_1"], end_chunk: Int[Array, "B S_plus_1"]
-) -> Int[Array, "B S_plus_1 3"]:
-    """(segment, its first chunk, the chunk behind its last) in the order in which CTAs take packed segments.
+    rank: Int[Array, "B S_plus_1"],
+    first_chunk: Int[Array, "B S_plus_1"],
+    end_chunk: Int[Array, "B S_plus_1"],
+    n_chunks: int,
+) -> SegmentTable:
+    """Which segments, neighbours in the grid, each CTA of a scan takes.
 
-    The longest come first: a long one that starts last would run alone at the end.
+    To begin a segment costs as much as one or two chunks, so that one more chunk is counted for each.
     """
-    length = end_chunk - first_chunk
-    number = jnp.arange(length.shape[1])
-    segment = number[None, None, :]
-    other = length[:, None, :]
-    own = length[:, :, None]
-    before = (other > own) | ((other == own) & (segment < number[None, :, None]))
-    rank = jnp.sum(before, axis=-1)
-    # A row for each rank, as sums of one number: a sort and three gathers would be kernels of their own.
-    numbers = jnp.broadcast_to(number[None], length.shape)
+    num_segments = rank.shape[1]
+    number = jnp.arange(num_segments)
+    numbers = jnp.broadcast_to(number[None], rank.shape)
     columns = jnp.stack([numbers, first_chunk, end_chunk], axis=-1)
+    # A row for each rank, as sums of one number: gathers would be kernels of their own.
     has_rank = rank[:, None, :] == number[None, :, None]
-    return jnp.sum(jnp.where(has_rank[..., None], columns[:, None], 0), axis=2).astype(jnp.int32)
+    of_rank = jnp.sum(jnp.where(has_rank[..., None], columns[:, None], 0), axis=2)
+
+    num_ctas = num_scan_ctas(n_chunks, num_segments)
+    cta = jnp.arange(num_ctas)[None, :, None]
+    of_cta = ((first_chunk + rank) // CTA_CHUNKS)[:, None]
+    first_segment = jnp.sum(of_cta < cta, axis=-1)
+    end_segment = jnp.sum(of_cta <= cta, axis=-1)
+    chunks_before = jnp.where(of_cta < cta, end_chunk[:, None], 0)
+    chunks_up_to = jnp.where(of_cta <= cta, end_chunk[:, None], 0)
+    ranges = [first_segment, end_segment, jnp.max(chunks_before, -1), jnp.max(chunks_up_to, -1)]
+    return SegmentTable(of_rank.astype(jnp.int32), jnp.stack(ranges, -1).astype(jnp.int32))
+
+
+def num_scan_ctas(n_chunks: int, num_segments: int) -> int:
+    """CTAs that suffice for segments of so many chunks in all."""
+    return -(-(n_chunks + num_segments) // CTA_CHUNKS)
 
 
 def in_place(x: Shaped[Array, "B T heads D"], chunks: SegmentChunks) -> PackedRows:

@@ -97,5 +97,12 @@ def test_a_decoding_cta_has_more_columns_the_more_states_there_are(
 def test_scans_of_long_segments_split_v(segments, v_block):
     """The longest one ends last."""
     dims = Dims(1, 32, 256 + segments, 128, 128, segments)
-    found = schedule(OPS["kda"], dims)
-    assert (found.scan_v_block, found.overlap_ctas) == (v_block, 0)
+    assert schedule(OPS["kda"], dims).scan_v_block == v_block
+
+
+@pytest.mark.parametrize(("op", "ctas"), [("kda", 103), ("gdn", 76)])
+def test_kernels_overlap_where_segments_are_packed(op, ctas):
+    dims = Dims(1, 32, 300, 128, 128, 20)
+    assert overlap_schedule(OPS[op], dims, HOPPER_SMS) == (128, ctas)
+    assert overlap_schedule(OPS[op], dims, 1) == (128, 0)
+    assert overlap_schedule(OPS[op], dims._replace(heads=1, n_chunks=30), HOPPER_SMS)[1] == 0

@@ -17,7 +17,6 @@ from support.kernel_cases import (
 )
 
 import jfla
-from jfla.packing import align
 from jfla.pallas.common.packed_rows import PackedRows
 from jfla.pallas.segments import in_place, segment_chunks, with_ends
 
@@ -45,6 +44,12 @@ SLOW = pytest.mark.slow
 )
 def test_values_and_gradients(call):
     check(call, scheduled(call.op))
+
+
+@pytest.mark.parametrize("op", ["kda", "gdn"])
+def test_the_intra_chunk_kernel_runs_beside_the_scans_of_segments(op):
+    call = Call(op, "mixed", batch=2, time=90, segments=3, group=1, segment_states=True)
+    check(call, scheduled(op, overlap_ctas=2, overlap_v_block=64))
 
 
 def packed(lengths: list[int], total: int) -> jax.Array:
@@ -90,9 +95,9 @@ def test_segments_are_scanned_by_themselves_where_their_number_is_known(monkeypa
 
     def spy(segment_ids: jax.Array, num_segments: int) -> object:
         grids.append(num_segments)
-        return align(segment_ids, num_segments)
+        return segment_chunks(segment_ids, num_segments)
 
-    monkeypatch.setattr("jfla.pallas.arrays.align", spy)
+    monkeypatch.setattr("jfla.pallas.arrays.segment_chunks", spy)
     arrays, rest = inputs(Call("gdn", "weak", time=70, segments=2, group=1))
     main = [arrays[name] for name in MAIN]
     with jfla.pallas.interpret():
@@ -108,8 +113,29 @@ def test_the_longest_segments_start_first():
     """Padding is a segment behind the others, of two tokens here."""
     ids = packed([3, 130, 0, 65], 200)
     table = segment_chunks(ids, 4).table
-    of_segments = [[1, 1, 4], [3, 4, 6], [0, 0, 1], [4, 6, 7], [2, 4, 4]]
-    np.testing.assert_array_equal(table, [of_segments])
+    of_segments = [[1, 0, 3], [3, 3, 5], [0, 5, 6], [2, 6, 6], [4, 6, 7]]
+    np.testing.assert_array_equal(table.segments, [of_segments])
+    np.testing.assert_array_equal(table.ctas, [[[0, 5, 0, 7]]])
+
+
+@pytest.mark.parametrize("lengths", [[64] * 40, [0] * 40, [2000, 1000, 1, 64] + [128] * 16])
+def test_every_segment_is_scanned_by_one_cta(lengths):
+    """A CTA has neighbours, some 16 chunks of them or a longer one alone, and all chunks from the first to the last."""
+    chunks = segment_chunks(packed(lengths, sum(lengths) + 70), len(lengths))
+    segments = np.asarray(chunks.table.segments)[0]
+    np.testing.assert_array_equal(segments[1:, 1], segments[:-1, 2])
+    scanned = []
+    for first, end, first_chunk, end_chunk in np.asarray(chunks.table.ctas)[0]:
+        own = range(first, end)
+        scanned += own
+        assert len(own) <= 16
+        if own:
+            assert (first_chunk, end_chunk) == (segments[first, 1], segments[end - 1, 2])
+            assert first_chunk <= end_chunk
+            assert segments[end - 1, 1] - first_chunk < 16
+        else:
+            assert first_chunk == end_chunk
+    assert scanned == list(range(len(lengths) + 1))
 
 
 @pytest.mark.parametrize(
@@ -144,8 +170,11 @@ def test_chunks_are_read_and_written_in_place(lengths: list[list[int]]):
                 written.ends[row, -1 - place] if place < 0 else written.tokens[row, place:][:64]
             )
             target[:, 0, 0] = found
-        in_order = np.asarray(tokens[row, :, 0, 0])[np.asarray(ids[row]) > 0]
-        np.testing.assert_array_equal(np.concatenate(seen), in_order)
+        of_tokens = np.asarray(tokens[row, :, 0, 0])
+        source = np.asarray(chunks.source[row])
+        source = source[source < time]
+        np.testing.assert_array_equal(np.concatenate(seen), of_tokens[source])
+        np.testing.assert_array_equal(np.sort(source), np.flatnonzero(ids[row]))
     got = with_ends(PackedRows(*map(jnp.asarray, written[:2])), chunks)
     want = jnp.where(ids[:, :, None, None] > 0, tokens, 0.0)
     np.testing.assert_array_equal(got, want)

@@ -19,14 +19,14 @@ Rows = Any  # [B, T, heads, D]: an array of whole chunks, or `PackedRows`
 
 
 class PackedRows(NamedTuple):
-    """Rows of packed tokens where the caller has them, and copies of chunks that are not whole: see `ChunkRows`.
+    """Rows of packed tokens where the caller has them, and copies of chunks that are not whole: see `SegmentChunks`.
 
     In a kernel all are references.
     """
 
     tokens: Gmem  # [B, T, heads, D]
     ends: Gmem  # [B, slots, C, heads, D]
-    places: Gmem = None  # [B, N, 2] int32: `ChunkRows.places`; not of results
+    places: Gmem = None  # [B, N, 2] int32: `SegmentChunks.places`; not of results
     most_chunks: Gmem = (
         None  # [1] int32: chunks with tokens, of the row that has most; not of results
     )
@@ -41,6 +41,16 @@ class PackedRows(NamedTuple):
     @property
     def dtype(self) -> DTypeLike:
         return self.tokens.dtype
+
+
+class SegmentTable(NamedTuple):
+    """Packed segments in the order of their chunks, in which the CTAs of a scan take them.
+
+    With padding as one more segment, the last. In a kernel both are references.
+    """
+
+    segments: Gmem  # [B, S + 1, 3] int32: the segment, its first chunk, the chunk behind its last
+    ctas: Gmem  # [B, ctas, 4] int32: of each CTA its first segment, the one behind its last, and chunks likewise
 
 
 def places_of(x: Rows) -> Gmem:

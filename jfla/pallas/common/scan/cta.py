@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfla.pallas.common.chunk_index import TILE_V, ChunkIndex
-from jfla.pallas.common.packed_rows import places_of
+from jfla.pallas.common.packed_rows import SegmentTable, places_of
 from jfla.pallas.common.scan.spec import (
     ChunkTiles,
     GmemOperands,
@@ -54,8 +54,8 @@ class GridIndex(NamedTuple):
     v_block: Index
     scan: Index
     head: Index
-    time_split: Index  # of one length, or packed segments
     batch: Index
+    time_split: Index  # of one length, or of packed segments: those that `SegmentTable.ctas` has
 
 
 class StepRange(NamedTuple):
@@ -120,9 +120,18 @@ class ScanCta(NamedTuple):
         return self.index.batch, self.index.head, state, self.columns(wg)
 
     @property
+    def segments(self) -> SegmentTable:
+        assert self.gmem.segments is not None
+        return self.gmem.segments
+
+    @property
     def segment(self) -> Index:
-        """Read where it is used, before the loop and behind it: with K = 256 no register is left to keep it."""
-        return self.gmem.segments[self.index.batch, self.index.time_split, 0]
+        """Read where it is used, before the loop and behind it: with K = 256 no register is left to keep it.
+
+        Nor to keep its address, which an opaque zero has computed again.
+        """
+        rank = self.index.time_split + opaque_zero()
+        return self.segments.segments[self.index.batch, rank, 0]
 
     def tiles(self, stage: Index, wg: Index) -> ChunkTiles:
         """A chunk in shared memory, for one consumer warpgroup."""
@@ -147,11 +156,41 @@ class ScanCta(NamedTuple):
 
     def run_consumer(self, wg: Index) -> None:
         """Scans all chunks of this CTA with the state in registers."""
-        few_registers = self.smem.state is not None
         if self.config.has_producer:
             take_registers(self.spec.registers.consumer)
         else:
             self.start_first_copies()
+        if self.gmem.segments is None:
+            self.scan(self.steps, wg)
+        else:
+            self.scan_segments(wg)
+        wait_for_stores()
+
+    def scan_segments(self, wg: Index) -> None:
+        """Scans the CTA's segments one after the other; the producer need not know where one ends."""
+        table = self.segments
+        batch = self.index.batch
+
+        def bound(which: int) -> Index:
+            return table.ctas[batch, self.index.time_split + opaque_zero(), which]
+
+        def scan_one(rank: Index) -> Index:
+            steps = StepRange(table.segments[batch, rank, 1], table.segments[batch, rank, 2])
+            if self.spec.reverse:
+                last = self.steps.first + self.steps.end
+                steps = StepRange(last - steps.end, last - steps.first)
+            self._replace(index=self.index._replace(time_split=rank)).scan(steps, wg)
+            return rank - 1 if self.spec.reverse else rank + 1
+
+        # The bound is read again for every segment: there is no register to keep it.
+        if self.spec.reverse:
+            lax.while_loop(lambda rank: rank >= bound(0), scan_one, bound(1) - 1)
+        else:
+            lax.while_loop(lambda rank: rank < bound(1), scan_one, bound(0))
+
+    def scan(self, steps: StepRange, wg: Index) -> None:
+        """Scans chunks of one state."""
+        few_registers = self.smem.state is not None
         state = self.first_state(wg)
 
         def step(i: Index, state: Reg) -> Reg:
@@ -165,10 +204,9 @@ class ScanCta(NamedTuple):
         if self.stores_groups:
             state = self.scan_groups(step, state, wg)
         else:
-            state = lax.fori_loop(*self.steps, step, state)
+            state = lax.fori_loop(*steps, step, state)
         if self.last is not None and not self.stores_groups:
             self.store_last(state, wg)
-        wait_for_stores()
 
     def first_state(self, wg: Index) -> Reg:
         """The state that the scan begins from."""

@@ -1,7 +1,7 @@
 """Kernel: scans over the chunks of every sequence, pipelined: one producer and one or two consumer warpgroups.
 
-One CTA per scan, sequence, value head, time split and block of V: see `cta.py`. Scans that do not depend on each other
-share one grid: alone, one seldom fills the GPU.
+One CTA per scan, sequence, value head, time split and block of V: see `cta.py`. Of packed segments a CTA scans a long
+one or several short ones. Scans that do not depend on each other share one grid: alone, one seldom fills the GPU.
 """
 
 import math
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from jfla.pallas.common.packed_rows import SegmentTable
 from jfla.pallas.common.scan.cta import GridIndex, ScanCta, StepRange
 from jfla.pallas.common.scan.spec import (
     MAX_K_IN_REGISTERS,
@@ -31,11 +32,14 @@ def scan_kernel(specs: tuple[ScanSpec, ...], config: ScanConfig, name: str) -> P
     """`ScanOutputs` of every scan; all are of one shape."""
     specs = tuple(spec.with_zero_state() for spec in specs)
     batch, heads, time_splits, value_dim, key_dim = specs[0].split_states
+    segments = specs[0].operands.segments
+    if segments is not None:
+        time_splits = segments.ctas.shape[1]
     config = config._replace(v_block=min(config.v_block, value_dim))
     stages, smem_spec = shared_storage(specs, config)
     config = config._replace(stages=stages)
     num_consumer_wgs = config.num_consumer_wgs
-    grid = GridIndex(value_dim // config.v_block, len(specs), heads, time_splits, batch)
+    grid = GridIndex(value_dim // config.v_block, len(specs), heads, batch, time_splits)
 
     def body(inputs: Any, outputs: Any, smem: Any, barriers: Any, cta: Any, flags: Any) -> None:
         if key_dim > MAX_K_IN_REGISTERS and specs[0].stores_states:
@@ -104,15 +108,15 @@ def _in_gmem(
     return gmem, stores, out.checkpoints, last, span.offset(all_chunks, spec.n_chunks)
 
 
-def _steps(spec: ScanSpec, segments: Gmem, index: GridIndex) -> StepRange:
-    """Of a CTA's packed segment, or of its time split."""
+def _steps(spec: ScanSpec, segments: SegmentTable | None, index: GridIndex) -> StepRange:
+    """Of a CTA's packed segments, or of its time split."""
     if segments is None:
         per_split = -(-spec.n_chunks // spec.time_splits)
         first = index.time_split * per_split
         end = jnp.minimum(first + per_split, spec.n_chunks)
     else:
-        first = segments[index.batch, index.time_split, 1]
-        end = segments[index.batch, index.time_split, 2]
+        first = segments.ctas[index.batch, index.time_split, 2]
+        end = segments.ctas[index.batch, index.time_split, 3]
     return StepRange(first, end)
 
 

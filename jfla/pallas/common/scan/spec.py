@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
 from jfla.pallas.common.chunk_index import TILE_V, TimeSpan
-from jfla.pallas.common.packed_rows import Rows
+from jfla.pallas.common.packed_rows import Rows, SegmentTable
 from jfla.pallas.common.token_decay import TokenDecay, decay_smem
 from jfla.pallas.heuristics import HOPPER_SMEM_BYTES
 from jfla.pallas.machine import on_hopper
@@ -94,7 +94,7 @@ class GmemOperands(NamedTuple):
         None  # then `initial` has every span's state, or is written with the last one
     )
     added: Gmem = None  # [B, HV, groups, V, K] float32: to the state where a group of chunks begins
-    segments: Gmem = None  # [B, splits, 3] int32, see `segments.segment_table`; None: time splits are of one length
+    segments: SegmentTable | None = None  # None: time splits are of one length
 
 
 def gmem_operands(
@@ -106,7 +106,7 @@ def gmem_operands(
     queries: bool = True,
     span: TimeSpan | None = None,
     added: Gmem = None,
-    segments: Gmem = None,
+    segments: SegmentTable | None = None,
 ) -> GmemOperands:
     """Without `queries` the step uses neither q nor a_qk."""
     scalar_gate = isinstance(qk, FactoredQK)

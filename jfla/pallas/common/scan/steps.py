@@ -18,7 +18,7 @@ import jax
 from jax.typing import DTypeLike
 
 from jfla.pallas.common.chunk_index import TimeSpan
-from jfla.pallas.common.packed_rows import Rows, rows_like
+from jfla.pallas.common.packed_rows import Rows, SegmentTable, rows_like
 from jfla.pallas.common.scan.pipeline import scan_kernel
 from jfla.pallas.common.scan.spec import ChunkTiles, ScanConfig, ScanSpec, Store, gmem_operands
 from jfla.pallas.common.token_decay import times
@@ -156,12 +156,12 @@ def output_scan_kernel(
     final_dtype: DTypeLike | None,
     num_checkpoints: int = 0,
     group_chunks: int | None = None,
-    segments: Gmem = None,
+    segments: SegmentTable | None = None,
 ) -> PendingResults:
     """ScanOutputs: stores (o [B, T, HV, V],), checkpoints, and the last state [B, HV, K, V] in `final_dtype`.
 
     Without a `final_dtype` no last state is wanted; with `group_chunks` the last of every group of so many chunks is,
-    with `segments`, a `segment_table`, that of each. `initial` is S^T where every time split or segment begins,
+    with `segments` that of each. `initial` is S^T where every time split or segment begins,
     [B, HV, splits, V, K], or None: zeros.
     """
     spec = ScanSpec(
@@ -190,11 +190,11 @@ def backward_scans_kernel(
     keep_dstate: bool,
     span: TimeSpan | None = None,
     group_chunks: int | None = None,
-    segments: Gmem = None,
+    segments: SegmentTable | None = None,
 ) -> tuple[ScanResults, Gmem]:
     """`ScanResults`, and dS^T where every time split begins if it is kept: the two scans in one launch.
 
-    `ends` is (S^T before time, dS^T after it), each None for zeros, of every segment of a `segment_table`. With
+    `ends` is (S^T before time, dS^T after it), each None for zeros, of every one of `segments`. With
     `group_chunks` the second is what is added
     to dS^T after every group of so many chunks, [B, HV, groups, V, K]. On a span of time they are (the states before
     every span [B, HV, spans, V, K], a reference to dS^T after the span, which takes that before it), and `span.results`
@@ -221,7 +221,7 @@ def _states_spec(
     initial: Gmem,
     n_chunks: int,
     span: TimeSpan | None,
-    segments: Gmem,
+    segments: SegmentTable | None,
 ) -> ScanSpec:
     """S^T at each chunk's start and v_new: what the backward reads of the forward."""
     time_splits = num_splits(initial, segments)
@@ -243,7 +243,7 @@ def _backward_spec(
     n_chunks: int,
     keep_dstate: bool,
     span: TimeSpan | None,
-    segments: Gmem,
+    segments: SegmentTable | None,
 ) -> ScanSpec:
     """dS^T at each chunk's end and dv, and dS^T before the first chunk."""
     dstates, dv = _states_and_values(qk, do, n_chunks)
@@ -259,10 +259,10 @@ def _backward_spec(
     )
 
 
-def num_splits(initial: Gmem, segments: Gmem = None) -> int:
+def num_splits(initial: Gmem, segments: SegmentTable | None = None) -> int:
     """Time splits of a scan that begins from these states, or its segments."""
     if segments is not None:
-        return segments.shape[1]
+        return segments.segments.shape[1]
     return 1 if initial is None else initial.shape[2]
 
 
