@@ -137,20 +137,27 @@ def segment_table(
     num_segments = rank.shape[1]
     number = jnp.arange(num_segments)
     numbers = jnp.broadcast_to(number[None], rank.shape)
-    columns = jnp.stack([numbers, first_chunk, end_chunk], axis=-1)
+    cta = (first_chunk + rank) // CTA_CHUNKS
+    columns = jnp.stack([numbers, first_chunk, end_chunk, cta], axis=-1)
     # A row for each rank, as sums of one number: gathers would be kernels of their own.
     has_rank = rank[:, None, :] == number[None, :, None]
     of_rank = jnp.sum(jnp.where(has_rank[..., None], columns[:, None], 0), axis=2)
+    of_cta = jnp.pad(of_rank[..., 3], ((0, 0), (1, 1)), constant_values=-1)
+    after = jnp.where(of_cta[:, 2:] == of_cta[:, 1:-1], number[None] + 1, -1)
+    before = jnp.where(of_cta[:, :-2] == of_cta[:, 1:-1], number[None] - 1, -1)
+    segments = jnp.concatenate([of_rank[..., :3], after[..., None], before[..., None]], axis=-1)
 
-    num_ctas = num_scan_ctas(n_chunks, num_segments)
-    cta = jnp.arange(num_ctas)[None, :, None]
-    of_cta = ((first_chunk + rank) // CTA_CHUNKS)[:, None]
-    first_segment = jnp.sum(of_cta < cta, axis=-1)
-    end_segment = jnp.sum(of_cta <= cta, axis=-1)
-    chunks_before = jnp.where(of_cta < cta, end_chunk[:, None], 0)
-    chunks_up_to = jnp.where(of_cta <= cta, end_chunk[:, None], 0)
-    ranges = [first_segment, end_segment, jnp.max(chunks_before, -1), jnp.max(chunks_up_to, -1)]
-    return SegmentTable(of_rank.astype(jnp.int32), jnp.stack(ranges, -1).astype(jnp.int32))
+    each = jnp.arange(num_scan_ctas(n_chunks, num_segments))[None, :, None]
+    earlier = cta[:, None] < each
+    num_earlier = jnp.sum(earlier, axis=-1)
+    own = cta[:, None] == each
+    num_own = jnp.sum(own, axis=-1)
+    first_segment = jnp.where(num_own > 0, num_earlier, -1)
+    last_segment = jnp.where(num_own > 0, num_earlier + num_own - 1, -1)
+    first = jnp.max(jnp.where(earlier, end_chunk[:, None], 0), axis=-1)
+    end = jnp.max(jnp.where(earlier | own, end_chunk[:, None], 0), axis=-1)
+    ctas = jnp.stack([first_segment, last_segment, first, end], axis=-1)
+    return SegmentTable(segments.astype(jnp.int32), ctas.astype(jnp.int32))
 
 
 def num_scan_ctas(n_chunks: int, num_segments: int) -> int:

@@ -54,6 +54,7 @@ SPILLED = {
 SPILLED_IN_PLACE = {
     "jfla_intra_kda": 20,
     "jfla_intra_gdn": 4,
+    "jfla_intra_gdn_beside_output_scan": 24,  # its own 16, and places
     "jfla_output_scan": 12,
     "jfla_backward_scans": 8,
 }
@@ -126,20 +127,22 @@ def test_kernels_compile_as_written_down(op, dims, raw, batch, capfd, monkeypatc
 
 @pytest.mark.aot
 @pytest.mark.parametrize(
-    ("op", "dims", "raw"),
+    ("op", "dims", "raw", "time"),
     [
-        ("gdn", (128, 128), False),
-        pytest.param("gdn", (256, 256), True, marks=pytest.mark.slow),
-        pytest.param("kda", (128, 128), True, marks=pytest.mark.slow),
-        pytest.param("kda", (256, 256), False, marks=pytest.mark.slow),
+        ("gdn", (128, 128), False, 9003),
+        pytest.param("kda", (128, 128), True, 9003, marks=pytest.mark.slow),
+        pytest.param("gdn", (128, 128), False, 1003, marks=pytest.mark.slow),
+        pytest.param("kda", (128, 128), True, 1003, marks=pytest.mark.slow),
+        pytest.param("gdn", (256, 256), True, 1003, marks=pytest.mark.slow),
+        pytest.param("kda", (256, 256), False, 1003, marks=pytest.mark.slow),
     ],
 )
-def test_chunks_of_segments_in_place_spill_few_bytes(op, dims, raw, capfd, monkeypatch):
-    """Tokens of no whole number of chunks, nor of TMA's tiles of rows."""
+def test_chunks_of_segments_in_place_spill_few_bytes(op, dims, raw, time, capfd, monkeypatch):
+    """Tokens of no whole number of chunks, nor of TMA's tiles of rows; of 9,003 two kernels run side by side."""
     monkeypatch.setitem(os.environ, "MOSAIC_GPU_DUMP_PTXAS", "1")
-    arrays, static = describe(op, dims, raw, batch=2, time=1003)
+    arrays, static = describe(op, dims, raw, batch=2, time=time)
     arrays["initial_state"] = jax.ShapeDtypeStruct((2, 3, 2, *dims), jnp.float32)
-    segment_ids = jax.ShapeDtypeStruct((2, 1003), jnp.int32)
+    segment_ids = jax.ShapeDtypeStruct((2, time), jnp.int32)
     chunk = getattr(jfla, f"chunk_{op}")
 
     def both(arrays: dict[str, Any], segment_ids: Any) -> dict[str, Any]:
@@ -150,6 +153,7 @@ def test_chunks_of_segments_in_place_spill_few_bytes(op, dims, raw, capfd, monke
     compile_for_h200(both, arrays, segment_ids)
     now = facts("".join(capfd.readouterr()), {})
     assert len(now) >= 4
+    assert any("beside_output_scan" in kernel for kernel in now) == (time == 9003)
     for kernel, found in now.items():
         assert found["spilled bytes"] <= (SPILLED | SPILLED_IN_PLACE).get(kernel, 0), kernel
         assert "serialized" not in found, kernel
@@ -179,6 +183,7 @@ def test_float16_does_not_spill(dims, qk_norm, batch, capfd, monkeypatch):
     compile_for_h200(both, arrays | half)
     now = facts("".join(capfd.readouterr()), {})
     assert len(now) >= 4
+    assert any("beside_output_scan" in kernel for kernel in now) == (time == 9003)
     for kernel, found in now.items():
         assert found["spilled bytes"] <= SPILLED.get(kernel, 0), kernel
         assert "serialized" not in found, kernel

@@ -114,8 +114,11 @@ def test_the_longest_segments_start_first():
     ids = packed([3, 130, 0, 65], 200)
     table = segment_chunks(ids, 4).table
     of_segments = [[1, 0, 3], [3, 3, 5], [0, 5, 6], [2, 6, 6], [4, 6, 7]]
-    np.testing.assert_array_equal(table.segments, [of_segments])
-    np.testing.assert_array_equal(table.ctas, [[[0, 5, 0, 7]]])
+    np.testing.assert_array_equal(table.segments[..., :3], [of_segments])
+    np.testing.assert_array_equal(
+        table.segments[..., 3:], [[[1, -1], [2, 0], [3, 1], [4, 2], [-1, 3]]]
+    )
+    np.testing.assert_array_equal(table.ctas, [[[0, 4, 0, 7]]])
 
 
 @pytest.mark.parametrize("lengths", [[64] * 40, [0] * 40, [2000, 1000, 1, 64] + [128] * 16])
@@ -125,14 +128,23 @@ def test_every_segment_is_scanned_by_one_cta(lengths):
     segments = np.asarray(chunks.table.segments)[0]
     np.testing.assert_array_equal(segments[1:, 1], segments[:-1, 2])
     scanned = []
-    for first, end, first_chunk, end_chunk in np.asarray(chunks.table.ctas)[0]:
-        own = range(first, end)
+    for first, last, first_chunk, end_chunk in np.asarray(chunks.table.ctas)[0]:
+        own = []
+        rank = first
+        while rank >= 0:
+            own.append(rank)
+            rank = segments[rank, 3]
+        backwards = []
+        rank = last
+        while rank >= 0:
+            backwards.append(rank)
+            rank = segments[rank, 4]
+        assert backwards == own[::-1]
         scanned += own
         assert len(own) <= 16
         if own:
-            assert (first_chunk, end_chunk) == (segments[first, 1], segments[end - 1, 2])
-            assert first_chunk <= end_chunk
-            assert segments[end - 1, 1] - first_chunk < 16
+            assert (first_chunk, end_chunk) == (segments[first, 1], segments[last, 2])
+            assert segments[last, 1] - first_chunk < 16
         else:
             assert first_chunk == end_chunk
     assert scanned == list(range(len(lengths) + 1))

@@ -46,11 +46,13 @@ class PackedRows(NamedTuple):
 class SegmentTable(NamedTuple):
     """Packed segments in the order of their chunks, in which the CTAs of a scan take them.
 
-    With padding as one more segment, the last. In a kernel both are references.
+    With padding as one more segment, the last. Segments of a CTA are given by their places in that order; -1 is none. In
+    a kernel both are references.
     """
 
-    segments: Gmem  # [B, S + 1, 3] int32: the segment, its first chunk, the chunk behind its last
-    ctas: Gmem  # [B, ctas, 4] int32: of each CTA its first segment, the one behind its last, and chunks likewise
+    # [B, S + 1, 5] int32: segment, its first chunk, the chunk behind its last; the CTA's segment after it and before it
+    segments: Gmem
+    ctas: Gmem  # [B, ctas, 4] int32: first and last segment of a CTA, first chunk, the chunk behind the last
 
 
 def places_of(x: Rows) -> Gmem:

@@ -130,8 +130,8 @@ class ScanCta(NamedTuple):
 
         Nor to keep its address, which an opaque zero has computed again.
         """
-        rank = self.index.time_split + opaque_zero()
-        return self.segments.segments[self.index.batch, rank, 0]
+        batch = self.index.batch + opaque_zero()
+        return self.segments.segments[batch, self.index.time_split, 0]
 
     def tiles(self, stage: Index, wg: Index) -> ChunkTiles:
         """A chunk in shared memory, for one consumer warpgroup."""
@@ -171,27 +171,25 @@ class ScanCta(NamedTuple):
         table = self.segments
         batch = self.index.batch
 
-        def bound(which: int) -> Index:
-            return table.ctas[batch, self.index.time_split + opaque_zero(), which]
+        def of_segment(rank: Index, column: int) -> Index:
+            # Of an opaque zero: LLVM would keep the row's address over the scan, for which there is no register.
+            return table.segments[batch + opaque_zero(), rank, column]
 
         def scan_one(rank: Index) -> Index:
-            steps = StepRange(table.segments[batch, rank, 1], table.segments[batch, rank, 2])
+            steps = StepRange(of_segment(rank, 1), of_segment(rank, 2))
             if self.spec.reverse:
                 last = self.steps.first + self.steps.end
                 steps = StepRange(last - steps.end, last - steps.first)
             self._replace(index=self.index._replace(time_split=rank)).scan(steps, wg)
-            return rank - 1 if self.spec.reverse else rank + 1
+            return of_segment(rank, 4 if self.spec.reverse else 3)
 
-        # The bound is read again for every segment: there is no register to keep it.
-        if self.spec.reverse:
-            lax.while_loop(lambda rank: rank >= bound(0), scan_one, bound(1) - 1)
-        else:
-            lax.while_loop(lambda rank: rank < bound(1), scan_one, bound(0))
+        first = table.ctas[batch, self.index.time_split, 1 if self.spec.reverse else 0]
+        lax.while_loop(lambda rank: rank >= 0, scan_one, first)
 
     def scan(self, steps: StepRange, wg: Index) -> None:
         """Scans chunks of one state."""
         few_registers = self.smem.state is not None
-        state = self.first_state(wg)
+        state = self.first_state(self.addressed_anew(wg))
 
         def step(i: Index, state: Reg) -> Reg:
             zero = opaque_zero() if few_registers else 0
@@ -206,7 +204,11 @@ class ScanCta(NamedTuple):
         else:
             state = lax.fori_loop(*steps, step, state)
         if self.last is not None and not self.stores_groups:
-            self.store_last(state, wg)
+            self.store_last(state, self.addressed_anew(wg))
+
+    def addressed_anew(self, wg: Index) -> Index:
+        """The same number, from which LLVM computes addresses anew for each segment, instead of keeping them."""
+        return wg if self.gmem.segments is None else wg + opaque_zero()
 
     def first_state(self, wg: Index) -> Reg:
         """The state that the scan begins from."""
