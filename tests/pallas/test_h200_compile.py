@@ -183,7 +183,6 @@ def test_float16_does_not_spill(dims, qk_norm, batch, capfd, monkeypatch):
     compile_for_h200(both, arrays | half)
     now = facts("".join(capfd.readouterr()), {})
     assert len(now) >= 4
-    assert any("beside_output_scan" in kernel for kernel in now) == (time == 9003)
     for kernel, found in now.items():
         assert found["spilled bytes"] <= SPILLED.get(kernel, 0), kernel
         assert "serialized" not in found, kernel
@@ -222,7 +221,7 @@ def test_the_decode_kernel_compiles_as_written_down(op, dims, time, batch, how, 
 @pytest.mark.aot
 @pytest.mark.parametrize("which", ["along time", "of segments"])
 @pytest.mark.parametrize(
-    ("op", "dims", "batch"), [("kda", (64, 64), 64), ("gdn", (256, 256), 1), ("gdn", (128, 128), 2)]
+    ("op", "dims", "batch"), [("kda", (64, 64), 8), ("gdn", (256, 256), 1), ("gdn", (128, 128), 2)]
 )
 def test_scans_with_several_states_do_not_spill(op, dims, batch, which, capfd, monkeypatch):
     """In bfloat16, forward and backward.

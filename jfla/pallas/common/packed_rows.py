@@ -46,7 +46,7 @@ class PackedRows(NamedTuple):
 class SegmentTable(NamedTuple):
     """Packed segments in the order of their chunks, in which the CTAs of a scan take them.
 
-    With padding as one more segment, the last. Segments of a CTA are given by their places in that order; -1 is none. In
+    With padding as one more segment, the last. Segments of a CTA are given by their places in that order; -1: none. In
     a kernel both are references.
     """
 
