@@ -169,7 +169,7 @@ def overlap_schedule(op: Op, dims: Dims, num_sms: int) -> tuple[int, int]:
     """(v_block of the scan, CTAs of the intra-chunk kernel beside it); 0 CTAs: it runs before the scan.
 
     Overlap pays while the scan leaves many multiprocessors idle, unless time is split or all chunks fit in one wave; of
-    packed segments always, see `_overlap_of_segments`. KDA with K = 256 makes its A matrices in two kernels, of which
+    packed segments see `_overlap_of_segments`. KDA with K = 256 makes its A matrices in two kernels, of which
     none can. With t_intra and t_scan for all chunks and the intra-chunk work in so many rounds,
 
         t = max(rounds * t_intra + t_scan / rounds, t_scan)
@@ -182,7 +182,8 @@ def overlap_schedule(op: Op, dims: Dims, num_sms: int) -> tuple[int, int]:
     if not op.scalar_gate and dims.key_dim > 128:
         return v_block, 0
     if dims.segments is not None:
-        return _overlap_of_segments(op, dims, num_sms)
+        # Of a scalar gate the intra-chunk kernel has no register for places of rows beside the scan's.
+        return (v_block, 0) if op.scalar_gate else _overlap_of_segments(op, dims, num_sms)
     wgs = intra_wgs(op, dims.key_dim)
     alone_us, beside_us = _INTRA_US[op.scalar_gate]
 

@@ -102,10 +102,13 @@ def test_align_puts_every_segment_on_chunks_of_its_own(time, segments, chunk):
             )
             np.testing.assert_array_equal(target[row][ids[row] > 0], np.flatnonzero(real))
             assert (target[row][ids[row] == 0] >= len(source[row])).all()
-            # A segment begins on a boundary, and only its last chunk is not full.
+            # A segment begins on the boundary behind the one before, and only its last chunk is not full.
+            lengths = np.bincount(ids[row], minlength=segments + 1)[1:]
+            end_chunk = np.cumsum(-(-lengths // chunk))
+            first_chunk = end_chunk + lengths // -chunk
             for number in np.unique(ids[row][ids[row] > 0]):
                 first = target[row][ids[row] == number][0]
-                assert first % chunk == 0
+                assert first == first_chunk[number - 1] * chunk
                 assert real[first : first + np.sum(ids[row] == number)].all()
             # Chunks of a segment lie together, so that its state goes from one to the next.
             assert (np.diff(segment[row]) >= 0).all()

@@ -54,7 +54,6 @@ SPILLED = {
 SPILLED_IN_PLACE = {
     "jfla_intra_kda": 20,
     "jfla_intra_gdn": 4,
-    "jfla_intra_gdn_beside_output_scan": 24,  # its own 16, and places
     "jfla_output_scan": 12,
     "jfla_backward_scans": 8,
 }
@@ -129,16 +128,16 @@ def test_kernels_compile_as_written_down(op, dims, raw, batch, capfd, monkeypatc
 @pytest.mark.parametrize(
     ("op", "dims", "raw", "time"),
     [
-        ("gdn", (128, 128), False, 9003),
+        ("gdn", (128, 128), False, 1003),
+        pytest.param("gdn", (128, 128), False, 9003, marks=pytest.mark.slow),
         pytest.param("kda", (128, 128), True, 9003, marks=pytest.mark.slow),
-        pytest.param("gdn", (128, 128), False, 1003, marks=pytest.mark.slow),
         pytest.param("kda", (128, 128), True, 1003, marks=pytest.mark.slow),
         pytest.param("gdn", (256, 256), True, 1003, marks=pytest.mark.slow),
         pytest.param("kda", (256, 256), False, 1003, marks=pytest.mark.slow),
     ],
 )
 def test_chunks_of_segments_in_place_spill_few_bytes(op, dims, raw, time, capfd, monkeypatch):
-    """Tokens of no whole number of chunks, nor of TMA's tiles of rows; of 9,003 two kernels run side by side."""
+    """Tokens of no whole number of chunks, nor of TMA's tiles of rows; with 9,003 KDA's two kernels are one launch."""
     monkeypatch.setitem(os.environ, "MOSAIC_GPU_DUMP_PTXAS", "1")
     arrays, static = describe(op, dims, raw, batch=2, time=time)
     arrays["initial_state"] = jax.ShapeDtypeStruct((2, 3, 2, *dims), jnp.float32)
@@ -153,7 +152,7 @@ def test_chunks_of_segments_in_place_spill_few_bytes(op, dims, raw, time, capfd,
     compile_for_h200(both, arrays, segment_ids)
     now = facts("".join(capfd.readouterr()), {})
     assert len(now) >= 4
-    assert any("beside_output_scan" in kernel for kernel in now) == (time == 9003)
+    assert any("beside_output_scan" in kernel for kernel in now) == (op == "kda" and time == 9003)
     for kernel, found in now.items():
         assert found["spilled bytes"] <= (SPILLED | SPILLED_IN_PLACE).get(kernel, 0), kernel
         assert "serialized" not in found, kernel
@@ -221,7 +220,8 @@ def test_the_decode_kernel_compiles_as_written_down(op, dims, time, batch, how, 
 @pytest.mark.aot
 @pytest.mark.parametrize("which", ["along time", "of segments"])
 @pytest.mark.parametrize(
-    ("op", "dims", "batch"), [("kda", (64, 64), 8), ("gdn", (256, 256), 1), ("gdn", (128, 128), 2)]
+    ("op", "dims", "batch"),
+    [("kda", (64, 64), 64), ("kda", (64, 64), 8), ("gdn", (256, 256), 1), ("gdn", (128, 128), 2)],
 )
 def test_scans_with_several_states_do_not_spill(op, dims, batch, which, capfd, monkeypatch):
     """In bfloat16, forward and backward.
@@ -249,5 +249,8 @@ def test_scans_with_several_states_do_not_spill(op, dims, batch, which, capfd, m
 
     compile_for_h200(both, arrays, segment_ids)
     now = facts("".join(capfd.readouterr()), {})
+    if "jfla_output_scan" not in now:  # in one launch with the kernel before it
+        del allowed["jfla_output_scan"]
+        allowed["jfla_intra_kda_beside_output_scan"] = SPILLED["jfla_intra_kda_beside_output_scan"]
     for kernel, most in allowed.items():
         assert now[kernel]["spilled bytes"] <= most

@@ -224,7 +224,8 @@ class ScanCta(NamedTuple):
         segment = self.segment
 
         def of_caller() -> Reg:
-            rows = initial.at[self.index.batch, segment, self.index.head, :, self.columns(wg)]
+            head = self.addressed_anew(self.index.head)
+            rows = initial.at[self.index.batch, segment, head, :, self.columns(wg)]
             state = load_with_layout(transposed(rows), plgpu.Layout.WGMMA_TRANSPOSED)
             return plgpu.layout_cast(state.astype(F32), WGMMA)
 
