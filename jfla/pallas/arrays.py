@@ -11,6 +11,7 @@ from jfla._inputs.canonicalize import without_padding
 from jfla.gates import Gate, l2norm, log_decay, write_strength
 from jfla.packing import starts, take_rows
 from jfla.pallas.common.chunk_index import CHANNEL_BLOCK
+from jfla.pallas.common.end_copies import return_ends
 from jfla.pallas.common.gate import LOG2E, STRONGEST, gate_kind, gate_parameters, reset_rows
 from jfla.pallas.common.packed_rows import PackedRows, Rows, SegmentTable
 from jfla.pallas.common.qk_tiles import QkgOperands, QkOptions
@@ -18,7 +19,7 @@ from jfla.pallas.common.results import KernelGrads
 from jfla.pallas.heuristics import Dims
 from jfla.pallas.machine import on_hopper
 from jfla.pallas.mgpu.smem import BF16, F16, F32
-from jfla.pallas.segments import SegmentChunks, in_place, segment_chunks, with_ends
+from jfla.pallas.segments import SegmentChunks, in_place, segment_chunks
 from jfla.parallel.varying import vary_with
 from jfla.types import CHUNK, Inputs, Options, State, Value
 
@@ -71,14 +72,20 @@ def kernel_arrays(inputs: Inputs, options: Options) -> KernelArrays:
         assert inputs.segment_ids is not None
         assert options.num_segments is not None
         grid = segment_chunks(inputs.segment_ids, options.num_segments)
-    of_gate = _token_scalars if options.op.scalar_gate else whole_chunks
+    g = inputs.g.astype(g_dtype)
+    rows = [x.astype(dtype) for x in (q, k, inputs.v)]
+    if options.op.scalar_gate:
+        q, k, v = whole_chunks(rows, inputs, grid)
+        g = _token_scalars(g, inputs, grid)
+    else:
+        q, k, v, g = whole_chunks([*rows, g], inputs, grid)
     initial = inputs.initial_state
     return KernelArrays(
-        q=whole_chunks(q, dtype, inputs, grid),
-        k=whole_chunks(k, dtype, inputs, grid),
-        v=whole_chunks(inputs.v, dtype, inputs, grid),
-        g=of_gate(inputs.g, g_dtype, inputs, grid),
-        beta=_token_scalars(beta, F32, inputs, grid),
+        q=q,
+        k=k,
+        v=v,
+        g=g,
+        beta=_token_scalars(beta, inputs, grid),
         initial=to_kernel_state(initial) if grid is None else initial,
         resets=_resets(inputs, grid),
         grid=grid,
@@ -134,15 +141,15 @@ def _resets(inputs: Inputs, grid: SegmentChunks | None) -> Float[Array, "B T"] |
     return jnp.pad(rows, ((0, 0), (0, -rows.shape[1] % CHUNK)), constant_values=1.0)
 
 
-def whole_chunks(x: Array, dtype: DTypeLike, inputs: Inputs, grid: SegmentChunks | None) -> Rows:
-    """Rows [B, T, heads, D] in `dtype`: 0 on padding, whatever was there, and in the tail of the last chunk."""
-    x = x.astype(dtype)
-    return _padded(x, inputs) if grid is None else in_place(x, grid)
+def whole_chunks(rows: list[Array], inputs: Inputs, grid: SegmentChunks | None) -> list[Rows]:
+    """Rows [B, T, heads, D]: 0 on padding, whatever was there, and in the tail of the last chunk."""
+    if grid is None:
+        return [_padded(x, inputs) for x in rows]
+    return in_place(rows, grid)
 
 
-def _token_scalars(x: Array, dtype: DTypeLike, inputs: Inputs, grid: SegmentChunks | None) -> Array:
+def _token_scalars(x: Array, inputs: Inputs, grid: SegmentChunks | None) -> Array:
     """The same of [B, T, ..], a few numbers of each token, which are copied where segments are aligned."""
-    x = x.astype(dtype)
     return _padded(x, inputs) if grid is None else take_rows(x, grid.source)
 
 
@@ -171,16 +178,16 @@ def to_kernel_states(
 
 
 def to_tokens(
-    x: Rows,
-    inputs: Inputs,
-    grid: SegmentChunks | None,
-) -> Float[Array, "B T *rest"]:
+    rows: list[Rows], inputs: Inputs, grid: SegmentChunks | None
+) -> list[Float[Array, "B T ..."]]:
     """Of whole chunks the rows of the caller's tokens; 0 on padding where segments are aligned."""
     if grid is None:
-        return x[:, : inputs.v.shape[1]]
-    if isinstance(x, PackedRows):
-        return with_ends(x, grid)
-    return take_rows(x, grid.target)
+        return [x[:, : inputs.v.shape[1]] for x in rows]
+    in_place = [x for x in rows if isinstance(x, PackedRows)]
+    returned = iter(return_ends(in_place, grid.ends))
+    return [
+        next(returned) if isinstance(x, PackedRows) else take_rows(x, grid.target) for x in rows
+    ]
 
 
 def nonzero_beta(beta: Float[Array, "*shape"], dtype: DTypeLike) -> Float[Array, "*shape"]:
@@ -244,25 +251,27 @@ def cotangents(
     """
     differentiable = (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta)
 
-    def tokens(x: Rows) -> Array:
-        x = vary_with(to_tokens(x, inputs, grid), *differentiable)
-        return x if grid is not None else without_padding(x, inputs.segment_ids)
-
-    def token_scalars(x: Array) -> Array:
-        return tokens(x.reshape(*x.shape[:2], -1).swapaxes(1, 2))
+    def per_token(x: Array) -> Array:
+        return x.reshape(*x.shape[:2], -1).swapaxes(1, 2)
 
     scalar_gate = options.op.scalar_gate
+    dg = per_token(grads.dg) if scalar_gate else grads.dg
+    rows = [grads.dq, grads.dk, dv, dg, per_token(grads.v_new_dot_dv)]
+    by_token = [vary_with(x, *differentiable) for x in to_tokens(rows, inputs, grid)]
+    if grid is None:
+        by_token = [without_padding(x, inputs.segment_ids) for x in by_token]
+    dq, dk, dv, dg, v_new_dot_dv = by_token
     if d_initial is not None and inputs.initial_state is not None:
         d_state = d_initial[:, :, 0].mT if grid is None else d_initial
         d_initial = vary_with(d_state.astype(inputs.initial_state.dtype), *differentiable)
     beta = write_strength(without_padding(inputs.beta, inputs.segment_ids), options.beta_max)
     dtype = operand_dtype(inputs, options)
     return Inputs(
-        q=_to_query(tokens(grads.dq), inputs.q, inputs, options),
-        k=_to_query(tokens(grads.dk), inputs.k, inputs, options),
-        v=tokens(dv).astype(inputs.v.dtype),
-        g=token_scalars(grads.dg)[..., None] if scalar_gate else tokens(grads.dg),
-        beta=token_scalars(grads.v_new_dot_dv) / nonzero_beta(beta, dtype) ** 2,
+        q=_to_query(dq, inputs.q, inputs, options),
+        k=_to_query(dk, inputs.k, inputs, options),
+        v=dv.astype(inputs.v.dtype),
+        g=dg[..., None] if scalar_gate else dg,
+        beta=v_new_dot_dv / nonzero_beta(beta, dtype) ** 2,
         gate=None,
         initial_state=d_initial,
         segment_ids=None,
@@ -273,7 +282,10 @@ def gate_cotangents(inputs: Inputs, options: Options, d: Inputs) -> Inputs:
     """From `cotangents` to those of the raw g, the gate's parameters and the raw beta: elementwise, and sums."""
 
     def elementwise(g: Array, gate: Gate | None, beta: Array) -> tuple[Array, Array]:
-        g = without_padding(g, inputs.segment_ids)
+        if (
+            gate is not None
+        ):  # else dg is 0 on padding as it is, and masking it would be a kernel of XLA's
+            g = without_padding(g, inputs.segment_ids)
         beta = without_padding(beta, inputs.segment_ids)
         return log_decay(g, gate), write_strength(beta, options.beta_max)
 

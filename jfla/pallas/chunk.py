@@ -163,10 +163,10 @@ def _forward(
                 )
         with jax.named_scope("jfla_output_scan"):
             scanned = run(output_scan_kernel(qk, pairs, x.v, initial, config, **kept))
-    output = to_tokens(scanned.stores[0], inputs, x.grid).astype(inputs.v.dtype)
+    (output,) = to_tokens([scanned.stores[0]], inputs, x.grid)
     split_r = None if stretch is None else split_r
     residuals = Residuals(intra_results.intra, scanned.checkpoints, entered, split_r)
-    return DeltaRuleOutput(output, scanned.last), residuals
+    return DeltaRuleOutput(output.astype(inputs.v.dtype), scanned.last), residuals
 
 
 def backward(
@@ -214,7 +214,7 @@ def _backward(
     x = kernel_arrays(inputs, options)
     with jax.named_scope("jfla_intra"):
         intra_results = run(intra_kernel(x, inputs, options, schedule, with_a=False))
-    do = whole_chunks(d_output, x.v.dtype, inputs, x.grid)
+    (do,) = whole_chunks([d_output.astype(x.v.dtype)], inputs, x.grid)
     group_chunks = options.chunks_per_state
     d_last = d_final
     if x.grid is None:

@@ -5,11 +5,14 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Shaped
 
-from jfla.packing import num_aligned_chunks, segment_bounds, take_rows
+from jfla.packing import num_aligned_chunks, segment_bounds
+from jfla.pallas.common.end_copies import copy_ends
 from jfla.pallas.common.packed_rows import READ, PackedRows, SegmentTable
 from jfla.types import CHUNK
 
+CHUNK_BITS = CHUNK.bit_length() - 1  # a power of two, and so is the next
 CTA_CHUNKS = 16  # of the segments that one CTA scans; a longer one has a CTA to itself
+CTA_BITS = CTA_CHUNKS.bit_length() - 1
 
 
 class SegmentChunks(NamedTuple):
@@ -26,7 +29,7 @@ class SegmentChunks(NamedTuple):
     places: Int[Array, "B N 2"]  # READ and WRITTEN
     source: Int[Array, "B N_C"]  # packed position that a row of the grid reads; T: none
     target: Int[Array, "B T"]  # row of the grid of each packed token; N C: none, padding
-    end_rows: Int[Array, "B S_plus_1 C"]  # packed positions of slots 0 .. S; T and more: none
+    ends: Int[Array, "B S_plus_1 2"]  # of slots 0 .. S: first token, number of tokens; 0: none
     table: SegmentTable
     most_chunks: Int[Array, "1"]  # with tokens, of the row that has most
 
@@ -76,7 +79,7 @@ def segment_chunks(segment_ids: Int[Array, "B T"], num_segments: int) -> Segment
         places.astype(jnp.int32),
         source,
         target,
-        _end_rows(segments, time),
+        _ends(segments),
         segment_table(segments.rank, segments.first_chunk, segments.end_chunk, n_chunks),
         jnp.max(segments.end_chunk[:, -1:], axis=0).astype(jnp.int32),
     )
@@ -86,7 +89,8 @@ def _segments(segment_ids: Int[Array, "B T"], num_segments: int) -> _Segments:
     time = segment_ids.shape[1]
     first_token = segment_bounds(segment_ids, num_segments)
     end_token = jnp.pad(first_token[:, 1:], ((0, 0), (0, 1)), constant_values=time)
-    length = -((first_token - end_token) // CHUNK)
+    # Shifts and masks: with a division XLA makes a kernel of its own of every quotient.
+    length = (end_token - first_token + CHUNK - 1) >> CHUNK_BITS
     number = jnp.arange(num_segments + 1)
     # [B, own, other]: sums over other segments, because a sort would be a kernel of its own.
     own = number[None, :, None]
@@ -116,12 +120,9 @@ def _by_chunk(segments: _Segments, n_chunks: int) -> _ByChunk:
     )
 
 
-def _end_rows(segments: _Segments, time: int) -> Int[Array, "B S_plus_1 C"]:
-    rest = (segments.end_token - segments.first_token) % CHUNK
-    row = jnp.arange(CHUNK)[None, None]
-    none = time + jnp.arange(rest.shape[1] * CHUNK).reshape(1, -1, CHUNK)
-    first = (segments.end_token - rest)[..., None]
-    return jnp.where(row < rest[..., None], first + row, none)
+def _ends(segments: _Segments) -> Int[Array, "B S_plus_1 2"]:
+    rest = (segments.end_token - segments.first_token) & (CHUNK - 1)
+    return jnp.stack([segments.end_token - rest, rest], axis=-1).astype(jnp.int32)
 
 
 def segment_table(
@@ -137,7 +138,7 @@ def segment_table(
     num_segments = rank.shape[1]
     number = jnp.arange(num_segments)
     numbers = jnp.broadcast_to(number[None], rank.shape)
-    cta = (first_chunk + rank) // CTA_CHUNKS
+    cta = (first_chunk + rank) >> CTA_BITS
     columns = jnp.stack([numbers, first_chunk, end_chunk, cta], axis=-1)
     # A row for each rank, as sums of one number: gathers would be kernels of their own.
     has_rank = rank[:, None, :] == number[None, :, None]
@@ -165,25 +166,9 @@ def num_scan_ctas(n_chunks: int, num_segments: int) -> int:
     return -(-(n_chunks + num_segments) // CTA_CHUNKS)
 
 
-def in_place(x: Shaped[Array, "B T heads D"], chunks: SegmentChunks) -> PackedRows:
+def in_place(rows: list[Shaped[Array, "B T _ _"]], chunks: SegmentChunks) -> list[PackedRows]:
     """Rows that kernels read: the ends are copied, zeros where there is no token."""
-    batch, time, *rest = x.shape
-    segments = chunks.end_rows[:, :-1]
-    index = jnp.pad(segments, ((0, 0), (0, 2), (0, 0)), constant_values=time)
-    ends = take_rows(x, index.reshape(batch, -1)).reshape(*index.shape, *rest)
-    return PackedRows(x, ends, chunks.places, chunks.most_chunks)
-
-
-def with_ends(x: PackedRows, chunks: SegmentChunks) -> Shaped[Array, "B T heads D"]:
-    """What kernels have written, with its ends."""
-    batch, time, *rest = x.tokens.shape
-    row = jnp.arange(batch)[:, None, None]
-    # Of a flat array: checkify fails at a scatter with a batch axis. Rows without a token are behind all others, each
-    # at an index of its own.
-    num_rows = chunks.end_rows[0].size
-    none = batch * time + row * num_rows + chunks.end_rows - time
-    index = jnp.where(chunks.end_rows < time, row * time + chunks.end_rows, none)
-    flat = x.tokens.reshape(batch * time, *rest)
-    ends = x.ends[:, :-1].reshape(-1, *rest)
-    flat = flat.at[index.reshape(-1)].set(ends, mode="drop", unique_indices=True)
-    return flat.reshape(x.tokens.shape)
+    ends = copy_ends(rows, chunks.ends)
+    return [
+        PackedRows(*of_array, chunks.places, chunks.most_chunks) for of_array in zip(rows, ends)
+    ]

@@ -17,8 +17,9 @@ from support.kernel_cases import (
 )
 
 import jfla
+from jfla.pallas.common.end_copies import return_ends
 from jfla.pallas.common.packed_rows import PackedRows
-from jfla.pallas.segments import in_place, segment_chunks, with_ends
+from jfla.pallas.segments import in_place, segment_chunks
 
 SLOW = pytest.mark.slow
 
@@ -165,31 +166,41 @@ def test_chunks_are_read_and_written_in_place(lengths: list[list[int]]):
     ids = jnp.concatenate([packed(row, time) for row in lengths])
     chunks = segment_chunks(ids, num_segments)
     tokens = jnp.arange(1, 2 * time + 1, dtype=jnp.float32).reshape(2, time, 1, 1)
-    x = in_place(jnp.where(ids[:, :, None, None] > 0, tokens, jnp.nan), chunks)
-    written = PackedRows(*(np.full(a.shape, -1.0, np.float32) for a in (x.tokens, x.ends)))
+    # Columns that fill a warpgroup, that do not, and that are more than it takes at a time.
+    rows = [
+        jnp.broadcast_to(tokens, (2, time, heads, columns))
+        for heads, columns in ((2, 128), (1, 64), (9, 256))
+    ]
+    with jfla.pallas.interpret():
+        copied = in_place([jnp.where(ids[:, :, None, None] > 0, x, jnp.nan) for x in rows], chunks)
+    written = []
+    for x in copied:
+        x = jax.tree.map(np.asarray, x)
+        output = PackedRows(*(np.full(a.shape, -1.0, np.float32) for a in (x.tokens, x.ends)))
+        for row in range(2):
+            source = np.asarray(chunks.source[row])
+            source = source[source < time]
+            np.testing.assert_array_equal(np.sort(source), np.flatnonzero(ids[row]))
+            read = read_and_write(x, output, row, np.asarray(chunks.places[row]))
+            np.testing.assert_array_equal(read, row * time + source + 1)
+        written.append(PackedRows(*map(jnp.asarray, output[:2])))
+    with jfla.pallas.interpret():
+        returned = return_ends(written, chunks.ends)
+    for x, got in zip(rows, returned):
+        np.testing.assert_array_equal(got, jnp.where(ids[:, :, None, None] > 0, x, 0.0))
 
-    def chunk_at(x: PackedRows, row: int, place: int) -> np.ndarray:
-        at_end = place < 0
-        whole = np.asarray(x.ends[row, -1 - place] if at_end else x.tokens[row, place : place + 64])
-        return whole[:, 0, 0]
 
-    for row in range(2):
-        seen = []
-        for read, place in np.asarray(chunks.places[row]):
-            found = chunk_at(x, row, read)
-            seen.append(found[found > 0])
-            target = (
-                written.ends[row, -1 - place] if place < 0 else written.tokens[row, place:][:64]
-            )
-            target[:, 0, 0] = found
-        of_tokens = np.asarray(tokens[row, :, 0, 0])
-        source = np.asarray(chunks.source[row])
-        source = source[source < time]
-        np.testing.assert_array_equal(np.concatenate(seen), of_tokens[source])
-        np.testing.assert_array_equal(np.sort(source), np.flatnonzero(ids[row]))
-    got = with_ends(PackedRows(*map(jnp.asarray, written[:2])), chunks)
-    want = jnp.where(ids[:, :, None, None] > 0, tokens, 0.0)
-    np.testing.assert_array_equal(got, want)
+def read_and_write(x: PackedRows, output: PackedRows, row: int, places: np.ndarray) -> np.ndarray:
+    """The tokens of a row of the batch, chunk by chunk, each of which is written to its place in the output."""
+    tokens = []
+    for read, place in places:
+        chunk = x.ends[row, -1 - read] if read < 0 else x.tokens[row, read : read + 64]
+        token = chunk[:, 0, 0]
+        np.testing.assert_array_equal(chunk, np.broadcast_to(token[:, None, None], chunk.shape))
+        tokens.append(token[token > 0])
+        target = output.ends[row, -1 - place] if place < 0 else output.tokens[row, place:][:64]
+        target[...] = chunk
+    return np.concatenate(tokens)
 
 
 def test_a_state_for_each_segment_is_refused_over_devices():

@@ -83,11 +83,11 @@ def launch(
         **extra,
     )
     # Kernels have no batching rule.
-    results = _untracked(jax.custom_batching.sequential_vmap(kernel), operands)
+    results = untracked(jax.custom_batching.sequential_vmap(kernel), operands)
     return out_structure.unflatten(results)
 
 
-def _untracked(kernel: Callable[..., Any], operands: list[Any]) -> Any:
+def untracked(kernel: Callable[..., Any], operands: list[Any]) -> Any:
     """The kernel's results; inside shard_map it is traced as if its operands did not vary over the mesh.
 
     What it loads would vary and what it makes itself would not, so that the types of a loop's carry could not agree.
