@@ -7,7 +7,7 @@ from jaxtyping import Array, Bool, Int, Shaped
 
 from jfla.packing import num_aligned_chunks, segment_bounds
 from jfla.pallas.common.end_copies import copy_ends
-from jfla.pallas.common.packed_rows import READ, PackedRows, SegmentTable
+from jfla.pallas.common.packed_rows import INPUTS, PackedRows, SegmentTable
 from jfla.types import CHUNK
 
 CHUNK_BITS = CHUNK.bit_length() - 1  # a power of two, and so is the next
@@ -26,7 +26,7 @@ class SegmentChunks(NamedTuple):
     slot S + 1 takes what chunks without tokens write. What padding writes goes to its place, the last of it to slot S.
     """
 
-    places: Int[Array, "B N 2"]  # READ and WRITTEN
+    places: Int[Array, "B N 2"]  # of INPUTS and of RESULTS
     source: Int[Array, "B N_C"]  # packed position that a row of the grid reads; T: none
     target: Int[Array, "B T"]  # row of the grid of each packed token; N C: none, padding
     ends: Int[Array, "B S_plus_1 2"]  # of slots 0 .. S: first token, number of tokens; 0: none
@@ -65,8 +65,8 @@ def segment_chunks(segment_ids: Int[Array, "B T"], num_segments: int) -> Segment
     read = jnp.where(whole & of_segment, chunks.first_token, -1 - chunks.segment)
     written = jnp.where(whole, chunks.first_token, -1 - slot)
     # Not stacked: XLA would make a kernel of that alone.
-    is_read = jnp.arange(2)[None, None] == READ
-    places = jnp.where(is_read, read[..., None], written[..., None])
+    of_inputs = jnp.arange(2)[None, None] == INPUTS
+    places = jnp.where(of_inputs, read[..., None], written[..., None])
 
     token = chunks.first_token[..., None] + jnp.arange(CHUNK)[None, None]
     in_segment = of_segment[..., None] & (token < chunks.end_token[..., None])

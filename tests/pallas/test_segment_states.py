@@ -1,5 +1,7 @@
 """The kernels on packed calls in which every segment has a state of its own, in interpret mode."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -149,6 +151,31 @@ def test_every_segment_is_scanned_by_one_cta(lengths):
         else:
             assert first_chunk == end_chunk
     assert scanned == list(range(len(lengths) + 1))
+
+
+@pytest.mark.parametrize("machine", ["hopper", "ampere"])
+@pytest.mark.parametrize("op", ["kda", "gdn"])
+def test_gradients_on_padding_of_whole_chunks_are_0(op, machine):
+    """Kernels read again there what others wrote: it lies elsewhere than inputs, of which padding reads zeros."""
+    ids = packed([20], 20 + 2 * 64)
+    arrays, _ = inputs(Call(op, time=ids.shape[1], group=1))
+    main = [
+        jnp.where(jnp.expand_dims(ids > 0, tuple(range(2, x.ndim))), x, jnp.nan)
+        for x in (arrays[name] for name in MAIN)
+    ]
+
+    def output(*main: jax.Array) -> jax.Array:
+        call = {"num_segments": 1, "implementation": "pallas"}
+        return getattr(jfla, f"chunk_{op}")(*main, segment_ids=ids, **call).output
+
+    kernels = jfla.pallas.mma_kernels() if machine == "ampere" else contextlib.nullcontext()
+    with jfla.pallas.interpret(), kernels:
+        out, adjoint = jax.vjp(output, *main)
+        grads = adjoint(jnp.ones_like(out))
+    for name, dx in zip(MAIN, grads):
+        assert jnp.isfinite(dx).all(), name
+        np.testing.assert_array_equal(dx[:, 20:], 0, err_msg=name)
+        assert jnp.any(dx[:, :20] != 0), name
 
 
 @pytest.mark.parametrize(

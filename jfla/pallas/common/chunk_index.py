@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jfla.pallas.common.packed_rows import READ, WRITTEN, PackedRows, Rows
+from jfla.pallas.common.packed_rows import INPUTS, RESULTS, PackedRows, Rows
 from jfla.pallas.mgpu.row_tiles import any_row
 from jfla.pallas.mgpu.types import Gmem, Index
 from jfla.types import CHUNK
@@ -44,16 +44,15 @@ class ChunkIndex(NamedTuple):
         value_heads: int,
         columns: Index,
         use: Callable[[Gmem], Any],
-        which: int = READ,
     ) -> Any:
-        """`use` of its rows of [B, T, heads, D], which may be `PackedRows`, to be READ or WRITTEN.
+        """`use` of its rows of [B, T, heads, D], which may be `PackedRows`, of inputs or of results.
 
         With fewer heads than value heads, a group of value heads shares one.
         """
         head = lax.div(self.head, jnp.int32(value_heads // ref_gmem.shape[2]))
         if not isinstance(ref_gmem, PackedRows):
             return use(ref_gmem.at[self.batch, self.tokens, head, columns])
-        place = self.places[self.batch, self.chunk, which]
+        place = self.places[self.batch, self.chunk, INPUTS if ref_gmem.is_input else RESULTS]
 
         def in_place() -> Any:
             return use(ref_gmem.tokens.at[self.batch, pl.ds(any_row(place), CHUNK), head, columns])
@@ -62,12 +61,6 @@ class ChunkIndex(NamedTuple):
             return use(ref_gmem.ends.at[self.batch, -1 - place, :, head, columns])
 
         return lax.cond(place >= 0, in_place, at_end)
-
-    def for_written_rows(
-        self, ref_gmem: Rows, value_heads: int, columns: Index, use: Callable[[Gmem], Any]
-    ) -> Any:
-        """`for_rows` of what the kernel writes."""
-        return self.for_rows(ref_gmem, value_heads, columns, use, WRITTEN)
 
 
 class ChunkGrid(NamedTuple):

@@ -13,7 +13,7 @@ from jfla.packing import num_aligned_chunks
 from jfla.pallas.mgpu.types import Gmem
 from jfla.types import CHUNK
 
-READ, WRITTEN = range(2)  # of `PackedRows.places`
+INPUTS, RESULTS = range(2)  # of `PackedRows.places`: padding is read elsewhere than it is written
 
 Rows = Any  # [B, T, heads, D]: an array of whole chunks, or `PackedRows`
 
@@ -26,7 +26,7 @@ class PackedRows(NamedTuple):
 
     tokens: Gmem  # [B, T, heads, D]
     ends: Gmem  # [B, slots, C, heads, D]
-    places: Gmem = None  # [B, N, 2] int32: `SegmentChunks.places`; not of results
+    places: Gmem = None  # [B, N, 2] int32: `SegmentChunks.places`; None of results of kernels
     most_chunks: Gmem = (
         None  # [1] int32: chunks with tokens, of the row that has most; not of results
     )
@@ -41,6 +41,11 @@ class PackedRows(NamedTuple):
     @property
     def dtype(self) -> DTypeLike:
         return self.tokens.dtype
+
+    @property
+    def is_input(self) -> bool:
+        """Whether it is the caller's, and not what a kernel wrote, which another one may read again."""
+        return self.places is not None
 
 
 class SegmentTable(NamedTuple):

@@ -215,7 +215,7 @@ def store_tile_grads(ctx: GradsGdnCta, tile: Index, sums: SumsOverV, out_gmem: K
         columns = pl.ds(tile * TILE_K, TILE_K)
         dx = dx.astype(target.dtype)
         store = lambda rows, dx=dx: store_from_layout(rows, dx)
-        ctx.index.for_written_rows(target, ctx.heads, columns, store)
+        ctx.index.for_rows(target, ctx.heads, columns, store)
 
 
 def store_dg(ctx: GradsGdnCta, out_gmem: KernelGrads) -> None:

@@ -149,7 +149,7 @@ def grads_of_states(ctx: GradsKdaCta, num_v_tiles: int, dg_gmem: Gmem) -> Grads:
     dk_end = dk_end * jnp.exp2(ctx.decays.to_end())
     dg = per_column(plgpu.load(ctx.line(DG_CHUNK), layout=COLS), CHUNK)
     after = sum_over_tokens(ctx, ctx.qk.scaled(K, ctx.zero) * dk_end, dg, up_to=False)
-    ctx.for_written_rows(dg_gmem, lambda rows: store_from_layout(rows, after))
+    ctx.for_own_rows(dg_gmem, lambda rows: store_from_layout(rows, after))
     from_start = jnp.exp2(ctx.decays.from_start())
     dq = dq * from_start
     dk = -dk * from_start
@@ -245,15 +245,15 @@ def add_block(ctx: GradsKdaCta, block: Index, which_pass: Index, grads: Grads) -
 def store_grads(ctx: GradsKdaCta, grads: Grads, out_gmem: KernelGrads) -> None:
     """dq, dk and dg; pairs of a token with itself join here. And dv . v_new, by the first channels."""
     commit_smem()
-    before = ctx.for_written_rows(out_gmem.dg, lambda rows: load_with_layout(rows, WGMMA))
+    before = ctx.for_own_rows(out_gmem.dg, lambda rows: load_with_layout(rows, WGMMA))
     dg = sum_over_tokens(ctx, load(ctx.z), before, up_to=True)
-    ctx.for_written_rows(out_gmem.dg, lambda rows: store_from_layout(rows, dg))
+    ctx.for_own_rows(out_gmem.dg, lambda rows: store_from_layout(rows, dg))
     diagonal = per_row(plgpu.load(ctx.line(DIAGONALS + Q), layout=ROWS), TILE_K)
     dq = (grads.dq + diagonal * ctx.qk.scaled(K, ctx.zero)) * ctx.qk.scale(Q)
     dk = grads.dk + diagonal * ctx.qk.scaled(Q, ctx.zero)
     for dx, target in ((dq, out_gmem.dq), (dk, out_gmem.dk)):
         dx = dx.astype(target.dtype)
-        ctx.for_written_rows(target, lambda rows, dx=dx: store_from_layout(rows, dx))
+        ctx.for_own_rows(target, lambda rows, dx=dx: store_from_layout(rows, dx))
 
     @pl.when(ctx.qk.first == 0)
     def _():

@@ -120,9 +120,9 @@ class GradsKdaCta(NamedTuple):
         """Where the CTA's channels lie among all."""
         return self.qk.columns(0)
 
-    def for_written_rows(self, ref_gmem: Gmem, use: Callable[[Gmem], Any]) -> Any:
+    def for_own_rows(self, ref_gmem: Gmem, use: Callable[[Gmem], Any]) -> Any:
         """`use` of the CTA's channels of an array [B, T, heads, K] that the kernel writes."""
-        return self.index.for_written_rows(ref_gmem, self.qk.value_heads, self.columns, use)
+        return self.index.for_rows(ref_gmem, self.qk.value_heads, self.columns, use)
 
     @property
     def k_columns(self) -> Smem:

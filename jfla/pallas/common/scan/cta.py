@@ -344,7 +344,7 @@ class ScanCta(NamedTuple):
         in_span = self.spec.outputs.stores[which] is not None
         chunk = self.span_chunk(i) if in_span else self.global_chunk(i)
         store = functools.partial(store_tile, staged)
-        chunk.for_written_rows(out, self.spec.value_heads, columns, store)
+        chunk.for_rows(out, self.spec.value_heads, columns, store)
 
     def store_checkpoint(self, i: Index, state: Reg, wg: Index) -> None:
         """Stores the state where a span of time begins."""

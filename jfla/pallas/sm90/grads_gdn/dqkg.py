@@ -209,7 +209,7 @@ def store_dq_dk(ctx: GradsGdnWarpgroup, out_gmem: KernelGrads, grads: tuple[Reg,
         columns = ctx.columns(own_tile)
         index = ctx.global_chunk
         store = functools.partial(_store_tile, dx, tile)
-        index.for_written_rows(dx_gmem, ctx.spec.heads, columns, store)
+        index.for_rows(dx_gmem, ctx.spec.heads, columns, store)
 
 
 def store_dg(ctx: GradsGdnWarpgroup, out_gmem: KernelGrads) -> None:

@@ -179,12 +179,12 @@ def store_dq_dk(ctx: GradsKdaWarpgroup, dq: Blocks, dk: Blocks, out_gmem: Kernel
         if ctx.spec.options.qk_norm and ctx.has_all_channels:
             dx = norm_vjp(ctx, which, dx)
         if target.dtype == F32:
-            ctx.for_written_rows(target, functools.partial(store_transposed_f32, dx))
+            ctx.for_own_rows(target, functools.partial(store_transposed_f32, dx))
         else:
             tile = (ctx.smem.q, ctx.smem.k)[which].at[ctx.own_tile]
             write_transposed(tile, dx.astype(BF16))
             commit_smem()
-            ctx.for_written_rows(target, functools.partial(store_tile, tile))
+            ctx.for_own_rows(target, functools.partial(store_tile, tile))
 
 
 def all_tokens(ctx: GradsKdaWarpgroup, which: int) -> Reg:

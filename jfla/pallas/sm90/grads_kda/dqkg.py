@@ -109,7 +109,7 @@ def grads_of_states(ctx: GradsKdaWarpgroup, dq: Reg, dk: Reg, dk_end: Reg, dg_gm
     dg_chunk = plgpu.load(ctx.smem.dg_chunk.at[ctx.own_tile], layout=ROWS)
     before = transposed(ctx.smem.after.at[ctx.zero])  # of a sum over earlier tokens
     dg = sum_over_tokens(per_row(dg_chunk, CHUNK), join_columns(y), before)
-    ctx.for_written_rows(dg_gmem, functools.partial(store_transposed_f32, dg))
+    ctx.for_own_rows(dg_gmem, functools.partial(store_transposed_f32, dg))
     in_block = split_columns(ctx.decay_sums(ROW_SUMS), BLOCK)
     grads = Grads([], [], [])
     blocks = zip(split_columns(dq, BLOCK), split_columns(dk, BLOCK))
@@ -204,9 +204,9 @@ def rounded(x: Reg) -> Reg:
 def finish_dg(ctx: GradsKdaWarpgroup, z: Blocks, dg_gmem: Gmem) -> None:
     """dg of every token, of z and of what `grads_of_states` left in memory."""
     x = join_columns(z)
-    acc = ctx.for_written_rows(dg_gmem, load_transposed_f32) + x
+    acc = ctx.for_own_rows(dg_gmem, load_transposed_f32) + x
     dg = sum_over_tokens(acc, x, ctx.smem.after.at[ctx.zero])
-    ctx.for_written_rows(dg_gmem, functools.partial(store_transposed_f32, dg))
+    ctx.for_own_rows(dg_gmem, functools.partial(store_transposed_f32, dg))
 
 
 def write_dg_chunk(ctx: GradsKdaWarpgroup, state_dot_dstate: Reg) -> None:

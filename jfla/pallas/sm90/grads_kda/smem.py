@@ -169,10 +169,10 @@ class GradsKdaWarpgroup(NamedTuple):
             first=self.part.first_tile,
         )
 
-    def for_written_rows(self, ref_gmem: Gmem, use: Callable[[Gmem], Any]) -> Any:
+    def for_own_rows(self, ref_gmem: Gmem, use: Callable[[Gmem], Any]) -> Any:
         """`use` of this consumer's channels of an array [B, T, heads, K] that the kernel writes."""
         columns = self.part.columns(self.own_tile)
-        return self.index.for_written_rows(ref_gmem, self.spec.heads, columns, use)
+        return self.index.for_rows(ref_gmem, self.spec.heads, columns, use)
 
     @property
     def num_stages(self) -> int:
