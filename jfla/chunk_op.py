@@ -9,9 +9,9 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from jfla.by_platform import by_platform
 from jfla.linear_rule import differentiable, opaque_forward
 from jfla.pallas import chunk as kernels_of_chunk
 from jfla.pallas.arrays import gate_cotangents
@@ -76,7 +76,7 @@ def _forward(
         )
         return output, vary_with(unused._replace(entered=own.entered), *inputs[:5])
 
-    return lax.platform_dependent(inputs, cuda=kernels, default=portable)
+    return by_platform(inputs, cuda=kernels, default=portable)
 
 
 def _backward(
@@ -106,7 +106,7 @@ def _backward(
         own = xla.Residuals(xla.pairs_of(inputs, options), residuals.entered)
         return xla.backward_of(inputs, options, own, d_output)
 
-    return lax.platform_dependent(inputs, residuals, d_output, cuda=kernels, default=portable)
+    return by_platform(inputs, residuals, d_output, cuda=kernels, default=portable)
 
 
 def _own_final(residuals: Residuals, d_output: DeltaRuleOutput) -> DeltaRuleOutput:

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jfla._inputs.chunking import ChunkInputs, from_chunks, prepare_chunks
+from jfla.by_platform import by_platform
 from jfla.linear_rule import differentiable
 from jfla.parallel.sequence import across_devices
 from jfla.parallel.sharding import compiler_partitioned
@@ -30,7 +30,7 @@ class Residuals(NamedTuple):
 def _by_platform(stages: Callable, *args: Any) -> Any:
     """One chunk at a time on a CPU, whose cache then holds what lies between the stages; all at once elsewhere."""
     one, all_at_once = (functools.partial(stages, chunk_at_a_time=flag) for flag in (True, False))
-    return lax.platform_dependent(*args, cpu=one, default=all_at_once)
+    return by_platform(*args, cpu=one, default=all_at_once)
 
 
 def _all_at_once(stages: Callable, *args: Any) -> Any:

@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from jfla._inputs.pooled import on_pool
+from jfla.by_platform import by_platform
 from jfla.pallas.common.decode.kernel import launch_decode
 from jfla.pallas.context import interpreted
 from jfla.pallas.heuristics import DECODE_TOKENS, HOPPER_SMS, decode_v_block, dims_of
@@ -86,7 +87,7 @@ def _decode(
     with interpreted(plan.interpret), jax.named_scope("jfla_decode"):
         if not plan.by_platform:
             return kernel(inputs)
-        return lax.platform_dependent(inputs, cuda=kernel, default=portable)
+        return by_platform(inputs, cuda=kernel, default=portable)
 
 
 @_decode.defjvp
