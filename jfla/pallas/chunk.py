@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
@@ -36,8 +35,10 @@ from jfla.pallas.common.scan.split_time import split_ends, split_states, stretch
 from jfla.pallas.common.scan.steps import backward_scans_kernel, output_scan_kernel
 from jfla.pallas.heuristics import Schedule
 from jfla.pallas.machine import tracing_for
+from jfla.pallas.mgpu.in_place import write_in_place
 from jfla.pallas.mgpu.overlap import PendingResults, overlap, run
 from jfla.pallas.mgpu.smem import BF16, F16, F32
+from jfla.pallas.mgpu.types import Gmem
 from jfla.pallas.mma.grads_gdn import grads_gdn as mma_grads_gdn
 from jfla.pallas.mma.grads_kda import grads_kda as mma_grads_kda
 from jfla.pallas.mma.intra_kda import intra_kda as mma_intra_kda
@@ -231,9 +232,8 @@ def _backward(
                 d_last = stretch_end(qk, residuals.intra, do, d_last, config, entered, split_r)
     if residuals.state_checkpoints is not None:
         by_span = _BySpan(options, schedule, qk_options(x, inputs, options), query_dtype(inputs))
-        grads, dv, d_initial = jax.custom_batching.sequential_vmap(by_span)(
-            x, intra_results.qk, intra_results.token_scalars, residuals, do, d_last
-        )
+        qk, token_scalars = intra_results.qk, intra_results.token_scalars
+        grads, dv, d_initial = by_span(x, qk, token_scalars, residuals, do, d_last)
         return cotangents(inputs, options, None, grads, dv, d_initial)
     scans, d_initial = both_scans(
         x, schedule, intra_results.qk, residuals.intra, do, d_last, entered, group_chunks
@@ -301,47 +301,45 @@ class _BySpan:
     ) -> tuple[KernelGrads, Array, Array | None]:
         """The gradients, dv, and dS^T before the first chunk."""
         batch, heads, _, value_dim, key_dim, _ = x.dims
-        checkpoints: Any = residuals.state_checkpoints
-
-        def fill(refs: Any) -> None:
-            grads, dv, d_state = refs
-
-            def one_span(i: Array, carry: None) -> None:
-                spans_after = jnp.reshape(i, 1)
-                with jax.named_scope("jfla_backward_scans"):
-                    scans, _ = backward_scans_kernel(
-                        qk,
-                        residuals.intra,
-                        x.v,
-                        do,
-                        (checkpoints, d_state),
-                        self.config,
-                        keep_dstate=True,
-                        span=TimeSpan(spans_after, dv),
-                    )
-                with jax.named_scope("jfla_chunk_grads"):
-                    grads_gdn(
-                        qk,
-                        token_scalars,
-                        scans._replace(dv=dv),
-                        self.static,
-                        self.schedule.num_sms,
-                        self.out_dtype,
-                        TimeSpan(spans_after, grads),
-                    )
-
-            lax.fori_loop(0, checkpoints.shape[2], one_span, None)
-
-        def unwritten(shape: jax.ShapeDtypeStruct) -> Array:
-            return lax.empty(shape.shape, shape.dtype)
-
         time = x.v.shape[1]
         shapes = result_shapes(x.q, (batch, time, heads, key_dim), self.static, self.out_dtype)
         if d_last is None:
             d_last = jnp.zeros((batch, heads, 1, value_dim, key_dim), F32)
-        dv_shape = jax.ShapeDtypeStruct(x.v.shape, x.v.dtype)
-        grads, dv, d_first = pl.run_state(fill)(
-            (jax.tree.map(unwritten, shapes), unwritten(dv_shape), d_last)
-        )
+        unwritten = lambda x: lax.empty(x.shape, x.dtype)
+        written = (jax.tree.map(unwritten, shapes), unwritten(x.v), d_last)
+        read = (x.v, qk, token_scalars, residuals, do)
+        grads, dv, d_first = write_in_place(self.write, written, read)
         grads = sum_over_channel_blocks(grads)
         return grads, dv, None if x.initial is None else d_first
+
+    def write(self, written: tuple[KernelGrads, Gmem, Gmem], read: tuple[Any, ...]) -> None:
+        """Gradients, dv and dS^T, as references, span by span."""
+        grads, dv, d_state = written
+        v, qk, token_scalars, residuals, do = read
+        checkpoints = residuals.state_checkpoints
+
+        def one_span(i: Array, carry: None) -> None:
+            spans_after = jnp.reshape(i, 1)
+            with jax.named_scope("jfla_backward_scans"):
+                scans, _ = backward_scans_kernel(
+                    qk,
+                    residuals.intra,
+                    v,
+                    do,
+                    (checkpoints, d_state),
+                    self.config,
+                    keep_dstate=True,
+                    span=TimeSpan(spans_after, dv),
+                )
+            with jax.named_scope("jfla_chunk_grads"):
+                grads_gdn(
+                    qk,
+                    token_scalars,
+                    scans._replace(dv=dv),
+                    self.static,
+                    self.schedule.num_sms,
+                    self.out_dtype,
+                    TimeSpan(spans_after, grads),
+                )
+
+        lax.fori_loop(0, checkpoints.shape[2], one_span, None)

@@ -1,9 +1,10 @@
 """The kernels on a Hopper GPU: the matrix of calls against the recurrence in float64, and the same bits twice."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.kernel_cases import Call, by_kernels, check, inputs, results, scheduled
+from support.kernel_cases import MAIN, Call, by_kernels, check, inputs, results, scheduled
 
 import jfla
 
@@ -71,3 +72,41 @@ def test_spans_of_time_one_after_the_other_give_the_bits_of_the_whole(segments):
         for spans in (0, 4)
     )
     jax.tree.map(np.testing.assert_array_equal, *jax.tree.map(np.asarray, (whole, by_span)))
+
+
+def _gradients(x: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
+    def output(*main: jax.Array) -> jax.Array:
+        return jfla.chunk_kda(*main, qk_norm=True, implementation="pallas").output
+
+    out, adjoint = jax.vjp(output, *(x[name] for name in MAIN))
+    return adjoint(jnp.ones_like(out))
+
+
+def _packed(x: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
+    ids = jnp.repeat(jnp.arange(1, 5), jnp.array([40, 1, 130, 29]), total_repeat_length=200)[None]
+    call = {"segment_ids": ids, "num_segments": 4, "implementation": "pallas", "qk_norm": True}
+    out, adjoint = jax.vjp(
+        lambda *main: jfla.chunk_kda(*main, **call).output, *(x[name] for name in MAIN)
+    )
+    return out, *adjoint(jnp.ones_like(out))
+
+
+def _decoded(x: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
+    token = [x[name][:, :1] for name in MAIN]
+    state = jnp.ones((1, 2, 128, 128)) * x["beta"][:, 0, :, None, None].astype(jnp.float32)
+    call = {"initial_state": state, "return_final_state": True, "implementation": "pallas"}
+    return tuple(jfla.recurrent_kda(*token, **call))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("in_turn", [jax.vmap, lambda f: lambda x: jax.lax.map(f, x)])
+@pytest.mark.parametrize("call", [_gradients, _packed, _decoded])
+def test_rows_of_a_loop_are_those_of_calls_on_each(call, in_turn):
+    """Of kernels that write over an operand, where XLA would take slices into the launch."""
+    drawn, _ = inputs(Call("kda", time=200, heads=2, group=1, key_dim=128, value_dim=128))
+    rows = [{name: jnp.roll(drawn[name], 17 * i, axis=1) for name in MAIN} for i in range(3)]
+    together = jax.jit(in_turn(call))(jax.tree.map(lambda *x: jnp.stack(x), *rows))
+    alone = jax.jit(call)
+    for i, row in enumerate(rows):
+        for got, want in zip(together, alone(row), strict=True):
+            np.testing.assert_array_equal(np.asarray(got[i]), np.asarray(want))

@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,8 @@ import jfla
 from benchmarks.h200 import H200
 
 
-def compile_for_h200(function: Callable[..., Any], *arguments: Any) -> None:
+def compile_for_h200(function: Callable[..., Any], *arguments: Any) -> str:
+    """The optimised program."""
     from jax.experimental import topologies
 
     topology = topologies.get_topology_desc(
@@ -24,7 +26,8 @@ def compile_for_h200(function: Callable[..., Any], *arguments: Any) -> None:
     here = jax.sharding.SingleDeviceSharding(topology.devices[0])
     on_h200 = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here)
     with jfla.pallas.compiling_for("9.0"):
-        jax.jit(function).trace(*jax.tree.map(on_h200, arguments)).lower().compile()
+        traced = jax.jit(function).trace(*jax.tree.map(on_h200, arguments))
+        return traced.lower().compile().as_text()
 
 
 CONFIGURATIONS = [
@@ -254,3 +257,32 @@ def test_scans_with_several_states_do_not_spill(op, dims, batch, which, capfd, m
         allowed["jfla_intra_kda_beside_output_scan"] = SPILLED["jfla_intra_kda_beside_output_scan"]
     for kernel, most in allowed.items():
         assert now[kernel]["spilled bytes"] <= most
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("kind", ["gradients", "packed", "decoding"])
+@pytest.mark.parametrize("in_turn", [jax.vmap, lambda f: lambda x: jax.lax.map(f, x)])
+def test_slices_stay_outside_of_kernels_that_write_in_place(kind, in_turn):
+    """XLA forgets there that a result lies over an operand, which it stands for."""
+    batch, time = 3, 1 if kind == "decoding" else 160
+    arrays, static = describe("kda", (128, 128), False, batch=1, time=time)
+    if kind == "packed":
+        static = {"num_segments": 2, "segment_ids": jnp.repeat(jnp.array([1, 2]), 80)[None]}
+    if kind == "decoding":
+        arrays["initial_state"] = jax.ShapeDtypeStruct((1, 2, 128, 128), jnp.float32)
+
+    def call(arrays: dict[str, Any]) -> Any:
+        if kind == "decoding":
+            return tuple(jfla.recurrent_kda(**arrays, return_final_state=True))
+        out, adjoint = jax.vjp(lambda x: jfla.chunk_kda(**x, **static).output, arrays)
+        return out, adjoint(out)
+
+    rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((batch, *x.shape), x.dtype), arrays)
+    computations = compile_for_h200(in_turn(call), rows).split("\n\n")
+    writing = [
+        computation
+        for computation in computations
+        if re.search("custom-call.*mosaic_gpu.*output_to_operand_aliasing", computation)
+    ]
+    assert writing
+    assert not [x for x in writing if "ROOT" in x and x.lstrip("\n").startswith("%dynamic-slice")]

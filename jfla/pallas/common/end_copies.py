@@ -18,6 +18,7 @@ from jaxtyping import Array, Int, Shaped
 from jfla.pallas.common.chunk_index import TILE_V
 from jfla.pallas.common.packed_rows import PackedRows
 from jfla.pallas.mgpu.copies import load_with_layout, store_from_layout
+from jfla.pallas.mgpu.in_place import write_in_place
 from jfla.pallas.mgpu.launch import launch, untracked
 from jfla.pallas.mgpu.layouts import ROWS
 from jfla.pallas.mgpu.types import Gmem, Index, Layout, Reg
@@ -116,18 +117,17 @@ def return_ends(
             for of_array in zip(tokens_gmem, copies_gmem):
                 _for_column_blocks(end.give_back, *of_array)
 
-    def returned(ends: Array, *arrays: Array) -> tuple[Array, ...]:
-        tokens = arrays[: len(rows)]
-        copies = arrays[len(rows) :]
+    def write(tokens_gmem: list[Gmem], read: tuple[list[Array], Array]) -> None:
+        copies, ends = read
+        _launch(body, (tokens_gmem, copies, ends), None, ends, "jfla_return_ends")
 
-        def fill(tokens_gmem: Any) -> None:
-            _launch(body, (tokens_gmem, copies, ends), None, ends, "jfla_return_ends")
-
-        return pl.run_state(fill)(tokens)
+    def returned(*arrays: Array) -> list[Array]:
+        ends, *rest = arrays
+        return write_in_place(write, rest[: len(rows)], (rest[len(rows) :], ends))
 
     tokens = [x.tokens.reshape(*x.tokens.shape[:2], -1) for x in rows]
     copies = [x.ends.reshape(*x.ends.shape[:3], -1) for x in rows]
-    filled = untracked(jax.custom_batching.sequential_vmap(returned), [ends, *tokens, *copies])
+    filled = untracked(returned, [ends, *tokens, *copies])
     return [x.reshape(of.tokens.shape) for x, of in zip(filled, rows)]
 
 

@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from jfla._inputs.pooled import on_pool
@@ -21,6 +20,7 @@ from jfla.pallas.common.decode.kernel import launch_decode
 from jfla.pallas.context import interpreted
 from jfla.pallas.heuristics import DECODE_TOKENS, HOPPER_SMS, decode_v_block, dims_of
 from jfla.pallas.machine import Machine, tracing_for
+from jfla.pallas.mgpu.in_place import write_in_place
 from jfla.pallas.mgpu.smem import F32
 from jfla.pallas.mgpu.types import Gmem
 from jfla.parallel import dims
@@ -181,13 +181,14 @@ def _launch(inputs: Inputs, options: Options, v_block: int) -> DeltaRuleOutput:
     if state is None or not _in_place(inputs, options):
         return DeltaRuleOutput(*launch_decode(inputs, options, v_block, state, in_place=False))
 
-    def overwrite(refs: tuple[Gmem, Gmem]) -> None:
+    def overwrite(refs: tuple[Gmem, Gmem], inputs: Inputs) -> None:
         state_gmem, output_gmem = refs
         output_gmem[...] = launch_decode(inputs, options, v_block, state_gmem, in_place=True).output
 
     # XLA copies the state before it is overwritten, unless the caller donated it.
     unwritten = jnp.zeros(inputs.v.shape, inputs.v.dtype)
-    state, output = pl.run_state(overwrite)((state, unwritten))
+    written = (state, unwritten)
+    state, output = write_in_place(overwrite, written, inputs._replace(initial_state=None))
     return DeltaRuleOutput(output, state)
 
 

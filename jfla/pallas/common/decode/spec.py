@@ -153,8 +153,7 @@ def decode_operands(inputs: Inputs, options: Options, state: Gmem) -> DecodeOper
     slots = inputs.state_slots
     if slots is not None:
         # For the kernel, which finds out by itself which of them exist, only what does not fit in int32.
-        num_slots = inputs.initial_state.shape[0]  # pyright: ignore[reportOptionalMemberAccess]
-        slots = slots if slots.dtype == jnp.int32 else named_slots(slots, num_slots)
+        slots = slots if slots.dtype == jnp.int32 else named_slots(slots, state.shape[0])
     return DecodeOperands(q, k, v, g, beta, a_log, dt_bias, state, inputs.segment_ids, slots)
 
 

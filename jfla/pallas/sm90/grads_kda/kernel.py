@@ -20,6 +20,7 @@ from jfla.pallas.common.packed_rows import rows_like
 from jfla.pallas.common.qk_tiles import QkgOperands, QkOptions
 from jfla.pallas.common.results import KernelGrads
 from jfla.pallas.mgpu.copies import Copies, prefetch_to_l2
+from jfla.pallas.mgpu.in_place import write_in_place
 from jfla.pallas.mgpu.launch import launch
 from jfla.pallas.mgpu.registers import RegisterLimits, leave_registers, take_registers
 from jfla.pallas.mgpu.scheduler import TileScheduler, WorkTile
@@ -192,12 +193,10 @@ def grads_kda(
     if not in_place or num_blocks > 1 or not same:
         return launch_with(inputs=gmem, outputs=shapes)
 
-    def over_v_new(gmem: GradsKdaOperands) -> KernelGrads:
-        def fill(refs: KernelGrads) -> None:
-            scans = gmem.scans._replace(v_new=refs.dq)
-            launch_with(inputs=gmem._replace(scans=scans, results=refs), outputs=None)
+    def over_v_new(refs: KernelGrads, gmem: GradsKdaOperands) -> None:
+        scans = gmem.scans._replace(v_new=refs.dq)
+        launch_with(inputs=gmem._replace(scans=scans, results=refs), outputs=None)
 
-        unwritten = jax.tree.map(lambda x: lax.empty(x.shape, x.dtype), shapes)
-        return pl.run_state(fill)(unwritten._replace(dq=gmem.scans.v_new))
-
-    return jax.custom_batching.sequential_vmap(over_v_new)(gmem)
+    unwritten = jax.tree.map(lambda x: lax.empty(x.shape, x.dtype), shapes)
+    written = unwritten._replace(dq=v_new)
+    return write_in_place(over_v_new, written, gmem._replace(scans=scans._replace(v_new=None)))
