@@ -1,7 +1,8 @@
 """Kernel: scans over the chunks of every sequence, pipelined: one producer and one or two consumer warpgroups.
 
-One CTA per scan, sequence, value head, time split and block of V: see `cta.py`. Of packed segments a CTA scans a long
-one or several short ones. Scans that do not depend on each other share one grid: alone, one seldom fills the GPU.
+One CTA per scan, sequence, value head, time split and block of V: see `cta.py` and `consumer.py`. Of packed segments a
+CTA scans a long one or several short ones. Scans that do not depend on each other share one grid: alone, one seldom
+fills the GPU.
 """
 
 import math
@@ -12,7 +13,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jfla.pallas.common.packed_rows import SegmentTable
-from jfla.pallas.common.scan.cta import GridIndex, ScanCta, StepRange
+from jfla.pallas.common.scan.consumer import ScanConsumer
+from jfla.pallas.common.scan.cta import GridIndex, StepRange
 from jfla.pallas.common.scan.spec import (
     MAX_K_IN_REGISTERS,
     GmemOperands,
@@ -51,15 +53,15 @@ def scan_kernel(specs: tuple[ScanSpec, ...], config: ScanConfig, name: str) -> P
             common = (specs[i], config, index, flags)
             arrays = _in_gmem(specs[i], inputs[i], outputs[i])
             steps = _steps(specs[i], inputs[i].segments, index)
-            scan = ScanCta(*common, *arrays, steps, smem, barriers[i])
+            scan = ScanConsumer(*common, *arrays, steps, smem, barriers[i])
 
             if not config.has_producer:
-                scan.run_consumer(jnp.int32(0))
+                scan.run(jnp.int32(0))
                 return
 
             @pl.when(wg < num_consumer_wgs)
             def _consumer():
-                scan.run_consumer(wg if num_consumer_wgs > 1 else jnp.int32(0))
+                scan.run(wg if num_consumer_wgs > 1 else jnp.int32(0))
 
             @pl.when(wg == num_consumer_wgs)
             def _producer():

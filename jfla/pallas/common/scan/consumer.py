@@ -1,0 +1,306 @@
+"""A consumer warpgroup of a scan: steps from chunk to chunk with 64 columns of the state in registers.
+
+It waits for the producer's copies of a chunk, stores what the step leaves, and gives the pipeline stage back. Without
+wgmma it is the CTA's one warpgroup, and issues the copies itself.
+"""
+
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jfla.pallas.common.chunk_index import TILE_V
+from jfla.pallas.common.packed_rows import SegmentTable
+from jfla.pallas.common.scan.cta import ScanCta, StepRange
+from jfla.pallas.common.scan.spec import ChunkTiles, is_state
+from jfla.pallas.common.token_decay import TokenDecay
+from jfla.pallas.machine import on_hopper
+from jfla.pallas.mgpu.copies import (
+    commit_smem,
+    fits_cp_async,
+    load_with_layout,
+    store_from_layout,
+    store_tile,
+    wait_for_stores,
+    write,
+    write_transposed,
+)
+from jfla.pallas.mgpu.layouts import WGMMA
+from jfla.pallas.mgpu.mma import zeros
+from jfla.pallas.mgpu.opaque import opaque_zero
+from jfla.pallas.mgpu.registers import take_registers
+from jfla.pallas.mgpu.smem import F32, transposed
+from jfla.pallas.mgpu.types import Gmem, Index, Reg, Smem
+
+
+class ScanConsumer(ScanCta):
+    """The CTA as one of its consumer warpgroups sees it; `wg` is the warpgroup's number."""
+
+    def run(self, wg: Index) -> None:
+        """Scans all chunks of this CTA with the state in registers."""
+        if self.config.has_producer:
+            take_registers(self.spec.registers.consumer)
+        else:
+            self.start_first_copies()
+        if self.gmem.segments is None:
+            self.scan(self.steps, wg)
+        else:
+            self.scan_segments(wg)
+        wait_for_stores()
+
+    def scan_segments(self, wg: Index) -> None:
+        """Scans the CTA's segments one after the other; the producer need not know where one ends."""
+        table = self.segments
+        batch = self.index.batch
+
+        def of_segment(rank: Index, column: int) -> Index:
+            # Of an opaque zero: LLVM would keep the row's address over the scan, for which there is no register.
+            return table.segments[batch + opaque_zero(), rank, column]
+
+        def scan_one(rank: Index) -> Index:
+            steps = StepRange(of_segment(rank, 1), of_segment(rank, 2))
+            if self.spec.reverse:
+                last = self.steps.first + self.steps.end
+                steps = StepRange(last - steps.end, last - steps.first)
+            self._replace(index=self.index._replace(time_split=rank)).scan(steps, wg)
+            return of_segment(rank, 4 if self.spec.reverse else 3)
+
+        first = table.ctas[batch, self.index.time_split, 1 if self.spec.reverse else 0]
+        lax.while_loop(lambda rank: rank >= 0, scan_one, first)
+
+    def scan(self, steps: StepRange, wg: Index) -> None:
+        """Scans chunks of one state."""
+        few_registers = self.smem.state is not None
+        state = self.first_state(self.addressed_anew(wg))
+
+        def step(i: Index, state: Reg) -> Reg:
+            zero = opaque_zero() if few_registers else 0
+            if self.checkpoints is not None:
+                self.store_checkpoint(i, state, wg + zero)
+            if self.gmem.added is not None:
+                state = self.with_added(i, state, wg + zero)
+            return self.consume_chunk(i, state, wg + zero, zero)
+
+        if self.stores_groups:
+            state = self.scan_groups(step, state, wg)
+        else:
+            state = lax.fori_loop(*steps, step, state)
+        if self.last is not None and not self.stores_groups:
+            self.store_last(state, self.addressed_anew(wg))
+
+    def addressed_anew(self, wg: Index) -> Index:
+        """The same number, from which LLVM computes addresses anew for each segment, instead of keeping them."""
+        return wg if self.gmem.segments is None else wg + opaque_zero()
+
+    def first_state(self, wg: Index) -> Reg:
+        """The state that the scan begins from."""
+
+        def none() -> Reg:
+            return zeros(TILE_V, self.spec.key_dim)
+
+        initial = self.gmem.initial
+        if initial is None:
+            return none()
+        if self.gmem.segments is None:
+            return load_with_layout(initial.at[self.state_index(wg)], WGMMA)
+        segment = self.segment
+
+        def of_caller() -> Reg:
+            head = self.addressed_anew(self.index.head)
+            rows = initial.at[self.index.batch, segment, head, :, self.columns(wg)]
+            state = load_with_layout(transposed(rows), plgpu.Layout.WGMMA_TRANSPOSED)
+            return plgpu.layout_cast(state.astype(F32), WGMMA)
+
+        return lax.cond(segment < initial.shape[1], of_caller, none)
+
+    @property
+    def stores_groups(self) -> bool:
+        """Whether the state goes to the caller after every group of chunks."""
+        return self.spec.last == "caller" and self.spec.group_chunks is not None
+
+    def scan_groups(self, step: Any, state: Reg, wg: Index) -> Reg:
+        """Scans group by group, and stores the state after each.
+
+        Two loops: in one over all chunks, the condition of the store spills four registers with K = 256.
+        """
+        group_chunks = jnp.int32(self.spec.group_chunks)
+
+        def scan_group(group: Index, state: Reg) -> Reg:
+            first = group * group_chunks
+            end = jnp.minimum(first + group_chunks, self.spec.n_chunks)
+            state = lax.fori_loop(first, end, step, state)
+            self.store_for_caller(self.last.at[self.index.batch, group], state, wg)
+            return state
+
+        return lax.fori_loop(0, self.spec.num_groups, scan_group, state)
+
+    def with_added(self, i: Index, state: Reg, wg: Index) -> Reg:
+        """In reverse: the state and what is added to it where a group of chunks ends."""
+        chunk = self.span_chunk(i)
+        group_chunks = jnp.int32(self.spec.group_chunks)
+        after = chunk.chunk + 1
+        ends = jnp.logical_or(lax.rem(after, group_chunks) == 0, after == self.spec.n_chunks)
+        group = lax.div(chunk.chunk, group_chunks)
+        place = (chunk.batch, chunk.head, group, self.columns(wg))
+
+        def add(state: Reg) -> Reg:
+            return state + load_with_layout(self.gmem.added.at[place], WGMMA)
+
+        return lax.cond(ends, add, lambda state: state, state)
+
+    def consume_chunk(self, i: Index, state: Reg, wg: Index, zero: Index) -> Reg:
+        """Waits for a step's chunk, steps, gives its stage back and starts the copies of what was stored."""
+        stage = self.stage(i, zero)
+        self.wait_for_chunk(i, stage)
+        stored: list[int] = []
+
+        def store(which: int, x: Reg) -> None:
+            if not stored:  # the staging tiles still hold what was stored of the chunk before
+                wait_for_stores(read_only=True)
+            stored.append(which)
+            tile = self.smem.staging[which].at[wg]
+            spec = self.spec.stores[which]
+            if is_state(spec):
+                write(tile, x.astype(spec.dtype))
+            else:
+                write_transposed(tile, x.astype(spec.dtype))
+
+        state = self.spec.step(state, self.tiles(stage, wg), store)
+        # Orders this chunk's reads of shared memory before the copies that refill its stage, too.
+        commit_smem()
+        if self.config.has_producer:
+            plgpu.barrier_arrive(self.barriers.empty.at[stage])
+        else:
+
+            @pl.when(i + self.config.stages < self.steps.end)
+            def _():
+                self.copy_chunk(i + self.config.stages, stage)
+
+        for which in stored:
+            self.store_staged(which, i, wg)
+        return state
+
+    def wait_for_chunk(self, i: Index, stage: Index) -> None:
+        """Waits until a step's chunk is in shared memory."""
+        if on_hopper() or self.config.stages == 1:
+            self.full(stage).wait()
+            return
+        ahead = self.config.stages - 1
+
+        @pl.when(i + ahead < self.steps.end)
+        def _():
+            self.full(stage).wait(started_since=ahead * self.copies_per_chunk)
+
+        @pl.when(i + ahead >= self.steps.end)
+        def _():
+            self.full(stage).wait()
+
+    @property
+    def copies_per_chunk(self) -> int:
+        """Those of `copy_chunk` that are made with cp.async, where there is no TMA."""
+        chunks = self.smem.chunks
+        targets = [x.at[0] for x in chunks._replace(values=None) if x is not None]
+        return sum(fits_cp_async(x) for x in targets) + self.config.num_consumer_wgs
+
+    def start_first_copies(self) -> None:
+        """Starts the copies of as many chunks as there are pipeline stages."""
+
+        @pl.loop(
+            self.steps.first, jnp.minimum(self.steps.first + self.config.stages, self.steps.end)
+        )
+        def _(i):
+            self.copy_chunk(i, self.stage(i))
+
+    def store_staged(self, which: int, i: Index, wg: Index) -> None:
+        """Starts the store of what is staged of a step's chunk."""
+        staged = self.smem.staging[which].at[wg]
+        out = self.stores[which]
+        columns = self.columns(wg)
+        if is_state(self.spec.stores[which]):
+            store_tile(staged, self.span_chunk(i).tile(out).at[columns])
+            return
+        in_span = self.spec.outputs.stores[which] is not None
+        chunk = self.span_chunk(i) if in_span else self.global_chunk(i)
+        store = functools.partial(store_tile, staged)
+        chunk.for_rows(out, self.spec.value_heads, columns, store)
+
+    def store_checkpoint(self, i: Index, state: Reg, wg: Index) -> None:
+        """Stores the state where a span of time begins."""
+        chunk = self.span_chunk(i)
+        span_chunks = jnp.int32(self.spec.n_chunks // self.spec.num_checkpoints)
+
+        @pl.when(lax.rem(chunk.chunk, span_chunks) == 0)
+        def _():
+            span = lax.div(chunk.chunk, span_chunks)
+            self.checkpoints.at[chunk.batch, chunk.head, span, self.columns(wg)][...] = state
+
+    def store_last(self, state: Reg, wg: Index) -> None:
+        """Stores the last state: of every time split, or of every segment or the last split as the caller has it."""
+        if self.spec.last != "caller":
+            self.last.at[self.state_index(wg)][...] = state
+            return
+
+        if self.gmem.segments is not None:
+            segment = self.segment
+
+            @pl.when(segment < self.spec.caller_states[0])
+            def _():
+                self.store_for_caller(self.last.at[self.index.batch, segment], state, wg)
+
+            return
+
+        @pl.when(self.index.time_split == self.spec.time_splits - 1)
+        def _():
+            self.store_for_caller(self.last.at[self.index.batch], state, wg)
+
+    def store_for_caller(self, states_gmem: Gmem, state: Reg, wg: Index) -> None:
+        """Stores a state S^T as the caller has it, in [HV, K, V]."""
+        rows = transposed(states_gmem.at[self.index.head, :, self.columns(wg)])
+        in_rows = plgpu.layout_cast(state, plgpu.Layout.WGMMA_TRANSPOSED)
+        store_from_layout(rows, in_rows.astype(self.spec.last_dtype))
+
+    # Where things are.
+
+    def state_index(self, wg: Index) -> tuple[Index, ...]:
+        """Where the first and the last state of a warpgroup lie in [B, HV, splits, V, K]."""
+        state = self.index.time_split
+        if self.gmem.span is not None:
+            span = lax.div(self.chunk_offset, jnp.int32(self.spec.n_chunks))
+            state = lax.rem(span, jnp.int32(self.gmem.initial.shape[2]))
+        return self.index.batch, self.index.head, state, self.columns(wg)
+
+    @property
+    def segments(self) -> SegmentTable:
+        assert self.gmem.segments is not None
+        return self.gmem.segments
+
+    @property
+    def segment(self) -> Index:
+        """Read where it is used, before the loop and behind it: with K = 256 no register is left to keep it.
+
+        Nor to keep its address, which an opaque zero has computed again.
+        """
+        batch = self.index.batch + opaque_zero()
+        return self.segments.segments[batch, self.index.time_split, 0]
+
+    def tiles(self, stage: Index, wg: Index) -> ChunkTiles:
+        """A chunk in shared memory, for one consumer warpgroup."""
+        chunks = self.smem.chunks
+
+        def at_stage(ref: Smem) -> Smem:
+            return None if ref is None else ref.at[stage]
+
+        k_to_end = chunks.k_from_start if self.spec.scalar_gate else chunks.k_to_end
+        return ChunkTiles(
+            decay=TokenDecay(self.spec.scalar_gate, at_stage(chunks.decay)),
+            q_from_start=at_stage(chunks.q_from_start),
+            k_from_start=at_stage(chunks.k_from_start),
+            k_to_end=at_stage(k_to_end),
+            a_qk=at_stage(chunks.a_qk),
+            a_inv=at_stage(chunks.a_inv),
+            values=chunks.values.at[stage, wg],
+            state=None if self.smem.state is None else self.smem.state.at[wg],
+        )
