@@ -18,6 +18,7 @@ from jaxtyping import Array, Int, Shaped
 from jfla.pallas.common.chunk_index import TILE_V
 from jfla.pallas.common.packed_rows import PackedRows
 from jfla.pallas.mgpu.copies import load_with_layout, store_from_layout
+from jfla.pallas.mgpu.cp_async import THREADS
 from jfla.pallas.mgpu.in_place import write_in_place
 from jfla.pallas.mgpu.launch import launch, untracked
 from jfla.pallas.mgpu.layouts import ROWS
@@ -25,7 +26,6 @@ from jfla.pallas.mgpu.types import Gmem, Index, Layout, Reg
 from jfla.types import CHUNK
 
 CTA_ROWS = 4  # that a warpgroup has in flight
-THREADS = 128  # of a warpgroup
 MAX_ROW_BYTES = 8192  # of a row that a warpgroup has in registers at a time, 64 for each thread
 VECTOR_BYTES = 16  # of a thread's load, at most
 
@@ -56,7 +56,7 @@ class End(NamedTuple):
         rows = []
         for i in range(CTA_ROWS):
             row = self.first_row + i
-            # Behind the tokens are a neighbour's, or none: the last token is read instead.
+            # Rows behind the tokens are a neighbour's, or behind the array's last one: the last token is read instead.
             token = self.first_token + jnp.minimum(row, self.num_tokens - 1)
             x = _load(tokens_gmem.at[self.batch, jnp.maximum(token, 0), columns])
             is_token = jnp.broadcast_to(row < self.num_tokens, x.shape)
