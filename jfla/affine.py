@@ -17,6 +17,9 @@ and nothing is approximated: it holds for any gate, to rounding (docs/math.md, e
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+Maps = Float[Array, "N *batch K K"]
+States = Float[Array, "N *batch K V"]
+
 
 def chain(
     first: Float[Array, "*batch K V"] | None,
@@ -65,3 +68,41 @@ def through(
     last = 0 if reverse else -1
     state = chain(first, r, c, reverse=reverse)[..., last, :, :]
     return jnp.matmul(r[..., last, :, :], state, precision="highest") + c[..., last, :, :]
+
+
+def chain_by_pairs(
+    first: Float[Array, "*batch K V"], r: Maps, c: States, *, reverse: bool = False
+) -> tuple[States, Float[Array, "*batch K V"]]:
+    """The state where every one of many spans begins, and the state behind all of them, in log2 N steps.
+
+    Neighbours are composed until one map is left, and on the way back each pair's start goes through its first map.
+    What a span begins with depends on the spans before it alone, not on how many follow. In `reverse` as in `chain`.
+
+    >>> import jax.numpy as jnp
+    >>> r, c = 0.5 * jnp.ones((3, 1, 1)), jnp.ones((3, 1, 1))
+    >>> starts, end = chain_by_pairs(jnp.zeros((1, 1)), r, c)
+    >>> print(starts[:, 0, 0], end[0, 0])
+    [0.  1.  1.5] 1.75
+    """
+    num_spans = r.shape[0]
+    if num_spans == 1:
+        return first[None], r[0] @ first + c[0]
+    num_pairs = num_spans // 2
+    odd = num_spans % 2
+    pairs = slice(odd, None) if reverse else slice(2 * num_pairs)  # the odd one comes last
+    earlier, later = (1, 0) if reverse else (0, 1)
+    r_pairs = r[pairs].reshape(num_pairs, 2, *r.shape[1:])
+    c_pairs = c[pairs].reshape(num_pairs, 2, *c.shape[1:])
+    r_before = r_pairs[:, earlier]
+    r_after = r_pairs[:, later]
+    c_before = c_pairs[:, earlier]
+    c_of_pairs = r_after @ c_before + c_pairs[:, later]
+    starts, end = chain_by_pairs(first, r_after @ r_before, c_of_pairs, reverse=reverse)
+    halfway = r_before @ starts + c_before
+    in_order = [halfway, starts] if reverse else [starts, halfway]
+    states = jnp.stack(in_order, axis=1).reshape(2 * num_pairs, *c.shape[1:])
+    if not odd:
+        return states, end
+    of_odd = 0 if reverse else -1
+    both = [end[None], states] if reverse else [states, end[None]]
+    return jnp.concatenate(both), r[of_odd] @ end + c[of_odd]

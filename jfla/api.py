@@ -65,7 +65,8 @@ def chunk_kda(
     like `initial_state`, in `state_dtype`, or None unless asked for. Both are differentiable in every float argument,
     and gradients come back in the dtype of their argument; padding has output and gradients of exactly 0.
 
-    **Rounding:** "xla" computes in float32 at the highest matmul precision (float64 if an input is float64). "pallas"
+    **Rounding:** "xla" computes in float32 (float64 if an input is float64), with matmuls at
+    `jax.default_matmul_precision`; where that is not set, at "high" for 16-bit q, k and v, else "highest". "pallas"
     rounds float16 to bfloat16, multiplies bfloat16 and accumulates in float32; the gates' sums, the state between
     chunks and what a gradient is summed from are float32.
 
@@ -161,7 +162,8 @@ def chunk_gdn(
     like `initial_state`, in `state_dtype`, or None unless asked for. Both are differentiable in every float argument,
     and gradients come back in the dtype of their argument; padding has output and gradients of exactly 0.
 
-    **Rounding:** "xla" computes in float32 at the highest matmul precision (float64 if an input is float64). "pallas"
+    **Rounding:** "xla" computes in float32 (float64 if an input is float64), with matmuls at
+    `jax.default_matmul_precision`; where that is not set, at "high" for 16-bit q, k and v, else "highest". "pallas"
     multiplies bfloat16, or float16 if q, k and v are, and accumulates in float32; the gates' sums, the state between
     chunks and what a gradient is summed from are float32.
 

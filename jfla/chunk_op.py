@@ -86,6 +86,7 @@ def _backward(
     residuals: Residuals,
     d_output: DeltaRuleOutput,
 ) -> Inputs:
+    @jax.default_matmul_precision("highest")
     def kernels(inputs: Inputs, residuals: Residuals, d_output: DeltaRuleOutput) -> Inputs:
         named = dims.inputs_of(options)
 
@@ -166,7 +167,7 @@ class _Rule:
 
     def backward(self, inputs: Inputs, residuals: Residuals, d_output: DeltaRuleOutput) -> Inputs:
         # The backward may be traced outside the contexts in which the forward was traced.
-        with interpreted(self.plan.interpret), jax.default_matmul_precision("highest"):
+        with interpreted(self.plan.interpret):
             return _backward(inputs, self.options, self.plan, residuals, d_output)
 
     def plain(self, inputs: Inputs) -> DeltaRuleOutput:

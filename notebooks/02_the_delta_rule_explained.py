@@ -95,6 +95,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 import jfla
+from jfla.xla.decay_sums import decay_sums
 from jfla.xla.decayed_dot import decayed_dot
 from jfla.xla.triangular import unit_lower_inverse
 
@@ -472,7 +473,7 @@ plt.show()
 assert errors["doubling blocks"][-1] < 1e-6 < 1 < errors["powers of L"][-1]
 
 # %% [markdown]
-# ## 5. Exponents are sums, never differences
+# ## 5. Exponents are sums, and no plain differences
 #
 # `pair_decay` above builds $C \times C \times K$ numbers, far too many for a fast program. Tempting shortcuts use the
 # running sum $G_i = g_1 + \dots + g_i$:
@@ -482,8 +483,9 @@ assert errors["doubling blocks"][-1] < 1e-6 < 1 < errors["powers of L"][-1]
 # 2. **Differences.** $D_{ij} = e^{G_i - G_j}$ does not overflow. But after one strong decay $G$ is a large number, and
 #    the small decays behind it are lost in its last digits.
 #
-# Both compute the same thing on paper. Here they are in float32, next to jfla's `decayed_dot`, which adds up every
-# exponent over exactly the tokens that it spans.
+# Both compute the same thing on paper. Here they are in float32, next to jfla's `decayed_dot`. It takes differences of
+# running sums too, but of two parts: multiples of $2^{-8}$, whose sums and differences are exact in float32, and what
+# is left of every gate, whose sums are small.
 
 
 # %%
@@ -501,7 +503,7 @@ def by_differences(q, k, g):
 @jax.jit
 def by_jfla(q, k, g):
     with jax.default_matmul_precision("highest"):
-        return decayed_dot(q[None], k, g, scalar_gate=False)[0]
+        return decayed_dot(q[None], k, decay_sums(g), scalar_gate=False)[0]
 
 
 forms = {"factors": by_factors, "differences": by_differences, "jfla": by_jfla}

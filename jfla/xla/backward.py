@@ -15,21 +15,30 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from jfla import affine
 from jfla._inputs.chunking import ChunkInputs
 from jfla.stages import DecayedQK
+from jfla.xla.decay_sums import (
+    decay_from_start,
+    decay_sums,
+    decay_to_end,
+    sum_of_earlier,
+    sum_of_later,
+)
 from jfla.xla.decayed_dot import decayed_dot_adjoint, rowwise_dot
 from jfla.xla.forward import (
     Carried,
     Pairs,
     States,
     Values,
+    by_pairs,
+    chunk_map,
     decayed_qk,
     over_chunks,
     read_state,
     state_scan,
     write_state,
 )
-from jfla.xla.running_sums import sum_after, sum_after_adjoint, sum_before, sum_before_adjoint
 
 
 class DstatesAndValues(NamedTuple):
@@ -47,7 +56,15 @@ def dstate_scan(
     pairs: Pairs,
     do: Values,
 ) -> DstatesAndValues:
-    """Chunks in reverse. Needs no forward state."""
+    """In reverse, by pairs of chunks or one chunk after another. Needs no forward state."""
+    dv_local = pairs.a_qk.mT @ do
+    if by_pairs(x):
+        r = chunk_map(x, qk, pairs).mT
+        dv = x.beta[..., None] * (pairs.inverse.mT @ dv_local)
+        c = qk.q_from_start.mT @ do - qk.k_from_start.mT @ dv
+        dstates, start = affine.chain_by_pairs(d_final[:, 0], r, c, reverse=True)
+        y = pairs.inverse.mT @ (dv_local + qk.k_to_end @ dstates)
+        return DstatesAndValues(dstates, y, start[:, None])
 
     def chunk(carried: Carried, xs: tuple[Any, ...]) -> tuple[Carried, tuple[Array, Array]]:
         q_from_start, k_from_start, k_to_end, chunk_decay, beta, inverse, do, dv_local = xs[:8]
@@ -62,7 +79,6 @@ def dstate_scan(
             slot = source
         return write_state(carried, slot, start), (dstate, y)
 
-    dv_local = pairs.a_qk.mT @ do
     xs = (*qk, x.beta, pairs.inverse, do, dv_local, x.slot, x.source)
     d_initial, (dstates, y) = lax.scan(chunk, d_final, xs, reverse=True)
     return DstatesAndValues(dstates, y, d_initial)
@@ -113,20 +129,21 @@ def chunk_grads(
     d_lower = -jnp.tril(y @ v_new.mT, -1)
     rows = jnp.stack([x.q, x.beta[..., None] * x.k], axis=-3)
     weights = jnp.stack([w_q, d_lower], axis=-3)
-    drows, dk_pairs, dg_pairs = decayed_dot_adjoint(rows, x.k, x.g, weights, scalar_gate)
+    sums = decay_sums(x.g)
+    drows, dk_pairs, dg_pairs = decayed_dot_adjoint(rows, x.k, sums, weights, scalar_gate)
 
     # Each of these is the cotangent of q or k times the decay that it was multiplied with.
-    from_start = jnp.exp(sum_before(x.g))
-    to_end = jnp.exp(sum_after(x.g))
+    from_start = decay_from_start(sums)
+    to_end = decay_to_end(sums)
     dq_state = from_start * (do @ states.mT)
     dk_state = -from_start * (dv @ states.mT)
     dk_to_end = to_end * (v_new @ dstates.mT)
 
     # dg: what every sum of decays gets, given back to the decays that it added up.
     gate_sum = functools.partial(_sum_channels, scalar_gate=scalar_gate)
-    chunk_decay = jnp.exp(jnp.sum(x.g, axis=-2))
-    dg_from_start = sum_before_adjoint(gate_sum(x.q * dq_state + x.k * dk_state))
-    dg_to_end = sum_after_adjoint(gate_sum(x.k * dk_to_end))
+    chunk_decay = from_start[..., -1, :]
+    dg_from_start = sum_of_later(gate_sum(x.q * dq_state + x.k * dk_state))
+    dg_to_end = sum_of_earlier(gate_sum(x.k * dk_to_end))
     dg_chunk = (chunk_decay * gate_sum(rowwise_dot(states, dstates)))[..., None, :]
     d_beta_k = drows[..., 1, :, :]
     return TokenGrads(

@@ -16,12 +16,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jfla import affine
 from jfla._inputs.chunking import ChunkInputs
 from jfla.packing import read_slot, write_slot
 from jfla.parallel.varying import vary_with
 from jfla.stages import DecayedQK
+from jfla.xla.decay_sums import decay_from_start, decay_sums, decay_to_end
 from jfla.xla.decayed_dot import decayed_dot
-from jfla.xla.running_sums import sum_after, sum_before
 from jfla.xla.triangular import unit_lower_inverse
 
 Values = Float[Array, "N B HV C V"]
@@ -39,17 +40,18 @@ class Pairs(NamedTuple):
 def intra(x: ChunkInputs, scalar_gate: bool) -> Pairs:
     """a_qk and the inverse of every chunk."""
     rows = jnp.stack([x.q, x.beta[..., None] * x.k], axis=-3)
-    dots = decayed_dot(rows, x.k, x.g, scalar_gate)
+    # Behind a barrier: XLA would compute the dots anew for every part of them that the inverse reads.
+    dots = lax.optimization_barrier(decayed_dot(rows, x.k, decay_sums(x.g), scalar_gate))
     lower = jnp.tril(dots[..., 1, :, :], -1)
     return Pairs(dots[..., 0, :, :], unit_lower_inverse(lower))
 
 
 def decayed_qk(x: ChunkInputs) -> DecayedQK:
     """q and k of every chunk, decayed from its start or to its end."""
-    from_start = jnp.exp(sum_before(x.g))
-    to_end = jnp.exp(sum_after(x.g))
-    chunk_decay = jnp.exp(jnp.sum(x.g, axis=-2))
-    return DecayedQK(x.q * from_start, x.k * from_start, x.k * to_end, chunk_decay)
+    sums = decay_sums(x.g)
+    from_start = decay_from_start(sums)
+    chunk_decay = from_start[..., -1, :]
+    return DecayedQK(x.q * from_start, x.k * from_start, x.k * decay_to_end(sums), chunk_decay)
 
 
 class StatesAndValues(NamedTuple):
@@ -65,7 +67,14 @@ class StatesAndValues(NamedTuple):
 
 
 def state_scan(x: ChunkInputs, initial: Carried, qk: DecayedQK, pairs: Pairs) -> StatesAndValues:
-    """Chunk after chunk, from the states at the start of time."""
+    """From the states at the start of time: by pairs of chunks, or one chunk after another."""
+    if by_pairs(x):
+        r = chunk_map(x, qk, pairs)
+        c = qk.k_to_end.mT @ (pairs.inverse @ (x.beta[..., None] * x.v))
+        states, end = affine.chain_by_pairs(initial[:, 0], r, c)
+        error = x.v - qk.k_from_start @ states
+        v_new = pairs.inverse @ (x.beta[..., None] * error)
+        return StatesAndValues(states, error, v_new, end[:, None])
 
     def chunk(carried: Carried, xs: tuple[Any, ...]) -> tuple[Carried, tuple[Array, ...]]:
         k_from_start, k_to_end, chunk_decay, v, beta, inverse, slot, source = xs
@@ -79,6 +88,19 @@ def state_scan(x: ChunkInputs, initial: Carried, qk: DecayedQK, pairs: Pairs) ->
     xs += (x.slot, x.source)
     final, (states, error, v_new) = lax.scan(chunk, initial, xs)
     return StatesAndValues(states, error, v_new, final)
+
+
+def by_pairs(x: ChunkInputs) -> bool:
+    """Whether there are several chunks, and one state: where chunks go one at a time there is one."""
+    return x.slot is None and x.v.shape[0] > 1
+
+
+def chunk_map(x: ChunkInputs, qk: DecayedQK, pairs: Pairs) -> Float[Array, "N B HV K K"]:
+    """R of every chunk: diag(chunk_decay) - k_to_end^T X diag(beta) k_from_start (docs/math.md, equation 9)."""
+    erased = qk.k_to_end.mT @ (pairs.inverse @ (x.beta[..., None] * qk.k_from_start))
+    identity = jnp.eye(erased.shape[-1], dtype=erased.dtype)
+    identity = identity.reshape((1,) * (erased.ndim - 2) + identity.shape)
+    return qk.chunk_decay[..., None] * identity - erased
 
 
 def state_map(

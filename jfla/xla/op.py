@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import jax
@@ -27,6 +28,16 @@ class Residuals(NamedTuple):
     entered: Entered | None  # where time is split over devices
 
 
+def matmul_precision(inputs: Inputs) -> AbstractContextManager[None]:
+    """`jax.default_matmul_precision` where it is set. Otherwise enough for the digits that the inputs have.
+
+    "high" is tensorfloat32 on a GPU and three passes of bfloat16 on a TPU; one pass is too little for the inverse.
+    """
+    narrow = all(x.dtype.itemsize == 2 for x in (inputs.q, inputs.k, inputs.v))
+    enough = "high" if narrow else "highest"
+    return jax.default_matmul_precision(jax.config.jax_default_matmul_precision or enough)
+
+
 def _by_platform(stages: Callable, *args: Any) -> Any:
     """One chunk at a time on a CPU, whose cache then holds what lies between the stages; all at once elsewhere."""
     one, all_at_once = (functools.partial(stages, chunk_at_a_time=flag) for flag in (True, False))
@@ -44,7 +55,7 @@ def forward(
     run: Callable = _by_platform,
 ) -> tuple[DeltaRuleOutput, Residuals]:
     """The output, and what the backward needs. `run` says whether chunks go one at a time."""
-    with jax.named_scope("jfla_chunk_forward"), jax.default_matmul_precision("highest"):
+    with jax.named_scope("jfla_chunk_forward"), matmul_precision(inputs):
         x, initial = prepare_chunks(inputs, options)
         intra = functools.partial(intra_over_chunks, scalar_gate=options.op.scalar_gate)
         pairs = name_residuals(run(intra, x))
@@ -81,7 +92,7 @@ def backward_of(
         x, initial = prepare_chunks(inputs_with_ids, options)
         return (x._replace(slot=None, source=None), initial), (x.slot, x.source)
 
-    with jax.named_scope("jfla_chunk_backward"), jax.default_matmul_precision("highest"):
+    with jax.named_scope("jfla_chunk_backward"), matmul_precision(inputs):
         without_ids = inputs._replace(segment_ids=None)
         (x, initial), adjoint, (slot, source) = jax.vjp(prepared, without_ids, has_aux=True)
         x = x._replace(slot=slot, source=source)
@@ -103,7 +114,7 @@ def backward_of(
 
 def pairs_of(inputs: Inputs, options: Options) -> Pairs:
     """a_qk and the inverse alone."""
-    with jax.named_scope("jfla_chunk_forward"), jax.default_matmul_precision("highest"):
+    with jax.named_scope("jfla_chunk_forward"), matmul_precision(inputs):
         x, _ = prepare_chunks(inputs, options)
         intra = functools.partial(intra_over_chunks, scalar_gate=options.op.scalar_gate)
         return _by_platform(intra, x)

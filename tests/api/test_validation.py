@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jfla
-from jfla.xla.running_sums import sum_before
+from jfla.xla.triangular import unit_lower_inverse
 
 OPS = [jfla.chunk_kda, jfla.chunk_gdn, jfla.recurrent_kda, jfla.recurrent_gdn]
 B, T, H, HV, K, V, S = 2, 6, 2, 4, 3, 5, 3
@@ -240,10 +240,10 @@ def test_the_reference_checks_its_arguments_too(op):
         )
 
 
-def test_running_sums_take_powers_of_two():
+def test_chunks_of_xla_are_powers_of_two():
     """They go by halves."""
     with pytest.raises(ValueError, match="chunk=40 must be a power of two"):
-        sum_before(jnp.zeros((40, 1)))
+        unit_lower_inverse(jnp.zeros((40, 40)))
 
 
 @pytest.mark.parametrize("op", OPS)
