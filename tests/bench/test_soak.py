@@ -139,6 +139,13 @@ def test_other_bits_the_second_time_are_caught():
     assert "final_state has other bits the second time" in checked.problems(NUMBERS)
 
 
+def test_what_a_dtype_cannot_hold_is_no_error():
+    tiny = np.full(4, 2e-8)
+    assert check.error(np.zeros(4, np.float16), tiny) == 0
+    assert check.error(np.zeros(4, np.float32), tiny) == 1
+    assert check.error(np.zeros(4, np.float16), 100 * tiny) == 1
+
+
 def test_what_cannot_run_is_a_failure_with_its_message(monkeypatch: pytest.MonkeyPatch):
     def recurrent_gdn(*_, **__):
         raise RuntimeError("no such device\nsecond line")
