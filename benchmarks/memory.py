@@ -1,32 +1,36 @@
 """Memory and time of a training step, by size of the model, length of the row and what `remat` keeps.
 
-    python -m benchmarks.memory --out FILE.json [--op kda] [--case 90m:16384] [--budget-seconds 470]
+    python -m benchmarks.memory --out FILE.json [--op kda] [--case 90m:16384] [--budget-seconds 470] [--described]
 
-A case is compiled before it is run: where it would not fit, its peak is known all the same. Rows that the file already
-holds are kept, so that several calls can share the work.
+A case is compiled before it is run: where it would not fit, its peak is known all the same. With `--described` it is
+compiled for an H200 on a machine without one, and not run. Rows that the file already holds are kept, so that several
+calls can share the work.
 """
 
 import argparse
 import concurrent.futures
+import contextlib
 import functools
 import os
 import pathlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax.experimental import topologies
 from jaxtyping import Array
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks import records
+from benchmarks.h200 import H200
 from benchmarks.records import Record
 from benchmarks.shapes import OPS
-from jfla import nn
+from jfla import nn, pallas
 
 REMAT: dict[str, Any] = {
     "False": False,
@@ -48,9 +52,9 @@ MIB = 2**20
 Say = Callable[[str], None]
 
 
-def config_of(op: Any, model: str, remat: str) -> nn.DeltaLMConfig:
+def config_of(op: Any, model: str, remat: str, described: bool = False) -> nn.DeltaLMConfig:
     """A language model of bytes."""
-    gpu = jax.default_backend() == "gpu"
+    gpu = described or jax.default_backend() == "gpu"
     return nn.DeltaLMConfig(
         vocab_size=VOCAB,
         op=op,
@@ -61,26 +65,48 @@ def config_of(op: Any, model: str, remat: str) -> nn.DeltaLMConfig:
     )
 
 
-def compiled(op: Any, model: str, length: int, remat: str) -> Any:
+def compiled(op: Any, model: str, length: int, remat: str, described: bool = False) -> Any:
     """The program of a row."""
-    made = nnx.eval_shape(lambda: nn.DeltaLM(config_of(op, model, remat), rngs=nnx.Rngs(0)))
+    config = config_of(op, model, remat, described)
+    made = nnx.eval_shape(lambda: nn.DeltaLM(config, rngs=nnx.Rngs(0)))
     graph, params = nnx.split(made)
     optimizer = _adamw()
     state = (params, jax.eval_shape(optimizer.init, params))
-    tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)
-    return _step.lower(graph, optimizer, state, tokens).compile()
+    arguments = (state, jax.ShapeDtypeStruct((1, length), jnp.int32))
+    with _target(described) as place:
+        placed = jax.tree.map(place, arguments)
+        return _step.lower(graph, optimizer, *placed).compile()
 
 
-def measured(op: Any, model: str, length: int, remat: str, program: Any) -> Record:
+@contextlib.contextmanager
+def _target(described: bool) -> Iterator[Callable[[Any], Any]]:
+    """What puts the shape of an argument where a program runs, while that is compiled for."""
+    if not described:
+        yield lambda x: x
+        return
+    topology = topologies.get_topology_desc(
+        platform="cuda", topology_name="1x1x1", target_config=H200, topology="1x1x1"
+    )
+    there = jax.sharding.SingleDeviceSharding(topology.devices[0])
+    with pallas.compiling_for("9.0"):
+        yield lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there)
+
+
+def measured(
+    op: Any, model: str, length: int, remat: str, program: Any, described: bool = False
+) -> Record:
     """A row: peak, what a block keeps, and the time of a step, or why there is none."""
-    config = config_of(op, model, remat)
+    config = config_of(op, model, remat, described)
     made = nnx.eval_shape(lambda: nn.DeltaLM(config, rngs=nnx.Rngs(0)))
     tokens = jnp.zeros((1, length), jnp.int32)
     row: Record = {"op": op, "model": model, "time": length, "remat": remat}
     row["parameters"] = sum(x.size for x in jax.tree.leaves(nnx.state(made)))
     peak = _peak_bytes(program)
     row["peak_mib"] = round(peak / MIB, 1)
-    row["kept_mib"] = round(_kept_bytes(config, length) / MIB, 2)
+    with _target(described):
+        row["kept_mib"] = round(_kept_bytes(config, length) / MIB, 2)
+    if described:
+        return row | {"refused": "not run"}
     limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", float("inf"))
     if peak > FITS * limit:
         return row | {"refused": "does not fit"}
@@ -166,27 +192,40 @@ def _without_remat(config: nn.DeltaLMConfig) -> nn.DeltaLMConfig:
 
 
 def measure(
-    path: pathlib.Path, op: Any, cases: list[str], budget: float, commit: str | None, say: Say
+    path: pathlib.Path,
+    op: Any,
+    cases: list[str],
+    budget: float,
+    commit: str | None,
+    say: Say,
+    described: bool = False,
 ) -> Record:
     """Measures what the record at `path` lacks; no case is begun after `budget` seconds."""
     began = time.monotonic()
-    record = records.continued(path, records.head(commit) | {"vocab": VOCAB, "rows": []})
+    head = records.head(commit) | {"vocab": VOCAB, "rows": []}
+    if described:
+        head |= {"device": "NVIDIA H200", "platform": "described"}
+    record = records.continued(path, head)
     kept = [_key(row) for row in record["rows"]]
     keys = [(op, model, int(length), remat) for model, length in _split(cases) for remat in REMAT]
     todo = [key for key in keys if key not in kept]
     # All side by side, before anything is timed: a program of 24 layers takes XLA minutes.
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        programs = list(pool.map(lambda key: compiled(*key), todo))
+        programs = list(pool.map(functools.partial(_compiled_of, described=described), todo))
     say(f"compiled {len(programs)} programs")
     for key, program in zip(todo, programs):
         if time.monotonic() - began > budget:
             say(f"no time left for {key}")
             continue
-        row = measured(*key, program)
+        row = measured(*key, program, described)
         record["rows"].append(row)
         records.write(path, record)
         say(str(row))
     return record
+
+
+def _compiled_of(key: tuple[Any, str, int, str], described: bool) -> Any:
+    return compiled(*key, described)
 
 
 def _split(cases: list[str]) -> list[list[str]]:
@@ -205,6 +244,7 @@ def main() -> None:
     parser.add_argument("--case", action="append", help=f"MODEL:T; {', '.join(CASES)} by default")
     parser.add_argument("--budget-seconds", type=float, default=470.0)
     parser.add_argument("--commit", help="where there is no git to ask")
+    parser.add_argument("--described", action="store_true", help="compile for an H200, run nothing")
     given = parser.parse_args()
     # Nearly all of a GPU's memory, in the place of JAX's three quarters; read when the GPU is first used.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
@@ -215,7 +255,8 @@ def main() -> None:
         console.print(f"{time.monotonic() - began:5.0f} s  {text}", highlight=False)
 
     cases = given.case or list(CASES)
-    record = measure(given.out, given.op, cases, given.budget_seconds, given.commit, say)
+    call = (given.out, given.op, cases, given.budget_seconds, given.commit, say, given.described)
+    record = measure(*call)
     table = Table("op", "model", "T", "remat", "peak, GiB", "kept a block, MiB", "step, ms")
     for row in record["rows"]:
         time_ = row.get("step_ms", row.get("refused"))

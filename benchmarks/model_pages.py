@@ -15,6 +15,7 @@ from benchmarks.shapes import OPS
 WINDOW = 100  # steps over which losses are averaged before they are compared
 WARM = 200  # steps before those that are compared
 CURVES = {"kernels": "kernels", "seed": "kernels, another seed", "float32": '"xla" in float32'}
+_MEMORY_COLUMNS = ("op", "model", "T", "`remat`", "peak, GiB", "kept a block, MiB")
 BLOB = "https://github.com/jfla-org/jfla/blob/main/benchmarks/results"
 
 
@@ -26,6 +27,10 @@ def sections(folder: pathlib.Path = FOLDER) -> list[str]:
         if found is not None:
             path, record = found
             parts += [*section(record), _source(kind, path, record)]
+        described = records.newest(kind, folder, "described")
+        if described is not None:
+            path, record = described
+            parts += [*_described_memory(record), _source(kind, path, record)]
     return parts
 
 
@@ -149,19 +154,28 @@ def _speed(op: str, run: Record, part: Record) -> tuple[str, ...]:
 
 
 def _memory(record: Record) -> list[str]:
-    body = []
-    for row in record["rows"]:
-        cells = (row["op"].upper(), row["model"], f"{row['time']:,}", row["remat"])
-        time = number(row.get("step_ms")) or row.get("refused", "")
-        body.append((*cells, f"{row['peak_mib'] / 1024:.1f}", number(row.get("kept_mib")), time))
+    times = [number(row.get("step_ms")) or row.get("refused", "") for row in record["rows"]]
+    body = [(*_memory_cells(row), time) for row, time in zip(record["rows"], times)]
     return [
         "## Memory of a training step",
         "One row of T tokens of a vocabulary of 256, bfloat16 with float32 parameters, AdamW; peak as the compiler "
         "allots it: parameters, optimizer, gradients and all between. `remat` as in "
         "[`jfla.nn.remat_policies`](api.md#jfla.nn.remat_policies); kept: what one block leaves for its backward "
         "besides its parameters, as JAX traces it, of which the compiler makes some again by itself.",
-        table(("op", "model", "T", "`remat`", "peak, GiB", "kept a block, MiB", "step, ms"), body),
+        table((*_MEMORY_COLUMNS, "step, ms"), body),
     ]
+
+
+def _described_memory(record: Record) -> list[str]:
+    return [
+        "The same of larger models, compiled for this GPU on a machine without one, and not run:",
+        table(_MEMORY_COLUMNS, [_memory_cells(row) for row in record["rows"]]),
+    ]
+
+
+def _memory_cells(row: Record) -> tuple[str, ...]:
+    which = (row["op"].upper(), row["model"], f"{row['time']:,}", row["remat"])
+    return (*which, f"{row['peak_mib'] / 1024:.1f}", number(row.get("kept_mib")))
 
 
 def _published(record: Record) -> list[str]:

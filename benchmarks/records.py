@@ -57,11 +57,15 @@ def write(path: pathlib.Path, record: Record) -> None:
     os.replace(temporary, path)
 
 
-def newest(kind: str, folder: pathlib.Path = FOLDER) -> tuple[pathlib.Path, Record] | None:
-    """The newest record of a GPU of a kind, and where it is."""
+def newest(
+    kind: str, folder: pathlib.Path = FOLDER, platform: str = "gpu"
+) -> tuple[pathlib.Path, Record] | None:
+    """The newest record of a kind, of a GPU or of one that was described to the compiler, and where it is."""
     found = [(path, json.loads(path.read_text())) for path in (folder / kind).glob("*.json")]
-    of_gpus = [(record["date"], path, record) for path, record in found if _of_gpu(record)]
-    return max(of_gpus, key=lambda x: x[:2])[1:] if of_gpus else None
+    there = [
+        (record["date"], path, record) for path, record in found if record["platform"] == platform
+    ]
+    return max(there, key=lambda x: x[:2])[1:] if there else None
 
 
 def peak_bytes() -> int | None:
@@ -72,10 +76,6 @@ def peak_bytes() -> int | None:
 def data_sheet_peak(device: str) -> float | None:
     """TFLOP/s of a device's data sheet, where it is known here."""
     return next((peak for name, peak in PEAKS.items() if name in device), None)
-
-
-def _of_gpu(record: Record) -> bool:
-    return record["platform"] == "gpu"
 
 
 def _plain(x: Any) -> Any:

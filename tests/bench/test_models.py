@@ -134,7 +134,24 @@ def test_memory_falls_with_what_is_kept(tmp_path: pathlib.Path, monkeypatch: pyt
     assert memory.measure(path, "gdn", ["tiny:128"], 600.0, "abc", lambda _: None) == record
     assert path.read_text() == before
     records.write(path, record | {"platform": "gpu"})
-    assert "| GDN | tiny | 128 | save_op |" in "\n\n".join(model_pages.sections(tmp_path))
+    described = record | {"platform": "described", "rows": [everything | {"model": "larger"}]}
+    records.write(path.with_name("y.json"), described)
+    text = "\n\n".join(model_pages.sections(tmp_path))
+    assert "| GDN | tiny | 128 | save_op |" in text
+    assert "| GDN | larger | 128 | False |" in text
+
+
+@pytest.mark.aot
+def test_memory_is_known_for_a_gpu_that_is_not_there(tmp_path: pathlib.Path, monkeypatch):
+    monkeypatch.setattr(memory, "REMAT", {"True": True})
+    cases = ["tiny:128"]
+    record = memory.measure(
+        tmp_path / "x.json", "gdn", cases, 600.0, "abc", lambda _: None, described=True
+    )
+    (row,) = record["rows"]
+    assert record["platform"] == "described"
+    assert row["refused"] == "not run"
+    assert row["peak_mib"] > row["kept_mib"] > 0
 
 
 def test_a_published_model_is_measured_at_any_size(tmp_path: pathlib.Path):
