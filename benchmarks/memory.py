@@ -204,7 +204,7 @@ def measure(
     began = time.monotonic()
     head = records.head(commit) | {"vocab": VOCAB, "rows": []}
     if described:
-        head |= {"device": "NVIDIA H200", "platform": "described"}
+        head |= {"device": "NVIDIA H200 (described)", "platform": "described"}
     record = records.continued(path, head)
     kept = [_key(row) for row in record["rows"]]
     keys = [(op, model, int(length), remat) for model, length in _split(cases) for remat in REMAT]

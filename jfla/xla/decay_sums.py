@@ -2,7 +2,7 @@
 
 The sum over the tokens j + 1 .. i is the difference of two running sums, G_i - G_j. Of floats it loses the digits of
 weak gates behind strong ones. So a running sum has two parts, of multiples of 2^-8, whose sums and differences are
-exact, and of what is left of every gate, at most 2^-9, whose sums are small.
+exact, and of what is left of every gate, less than 2^-8, whose sums are small.
 """
 
 from typing import NamedTuple
