@@ -211,7 +211,8 @@ def measure(
     todo = [key for key in keys if key not in kept]
     # All side by side, before anything is timed: a program of 24 layers takes XLA minutes.
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        programs = list(pool.map(functools.partial(_compiled_of, described=described), todo))
+        compiling = [pool.submit(compiled, *key, described) for key in todo]
+        programs = [program.result() for program in compiling]
     say(f"compiled {len(programs)} programs")
     for key, program in zip(todo, programs):
         if time.monotonic() - began > budget:
@@ -222,10 +223,6 @@ def measure(
         records.write(path, record)
         say(str(row))
     return record
-
-
-def _compiled_of(key: tuple[Any, str, int, str], described: bool) -> Any:
-    return compiled(*key, described)
 
 
 def _split(cases: list[str]) -> list[list[str]]:

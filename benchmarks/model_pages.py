@@ -22,15 +22,16 @@ BLOB = "https://github.com/jfla-org/jfla/blob/main/benchmarks/results"
 def sections(folder: pathlib.Path = FOLDER) -> list[str]:
     """Those that there are records for."""
     parts = []
-    for kind, section in (("training", _training), ("memory", _memory), ("published", _published)):
-        found = records.newest(kind, folder)
+    for kind, platform, section in (
+        ("training", "gpu", _training),
+        ("memory", "gpu", _memory),
+        ("memory", "described", _described_memory),
+        ("published", "gpu", _published),
+    ):
+        found = records.newest(kind, folder, platform)
         if found is not None:
             path, record = found
             parts += [*section(record), _source(kind, path, record)]
-        described = records.newest(kind, folder, "described")
-        if described is not None:
-            path, record = described
-            parts += [*_described_memory(record), _source(kind, path, record)]
     return parts
 
 

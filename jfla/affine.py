@@ -17,9 +17,6 @@ and nothing is approximated: it holds for any gate, to rounding (docs/math.md, e
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-Maps = Float[Array, "N *batch K K"]
-States = Float[Array, "N *batch K V"]
-
 
 def chain(
     first: Float[Array, "*batch K V"] | None,
@@ -71,12 +68,17 @@ def through(
 
 
 def chain_by_pairs(
-    first: Float[Array, "*batch K V"], r: Maps, c: States, *, reverse: bool = False
-) -> tuple[States, Float[Array, "*batch K V"]]:
+    first: Float[Array, "*batch K V"],
+    r: Float[Array, "N *batch K K"],
+    c: Float[Array, "N *batch K V"],
+    *,
+    reverse: bool = False,
+) -> tuple[Float[Array, "N *batch K V"], Float[Array, "*batch K V"]]:
     """The state where every one of many spans begins, and the state behind all of them, in log2 N steps.
 
     Neighbours are composed until one map is left, and on the way back each pair's start goes through its first map.
     What a span begins with depends on the spans before it alone, not on how many follow. In `reverse` as in `chain`.
+    Matmuls are at the precision of the context.
 
     >>> import jax.numpy as jnp
     >>> r, c = 0.5 * jnp.ones((3, 1, 1)), jnp.ones((3, 1, 1))
@@ -89,8 +91,10 @@ def chain_by_pairs(
         return first[None], r[0] @ first + c[0]
     num_pairs = num_spans // 2
     odd = num_spans % 2
-    pairs = slice(odd, None) if reverse else slice(2 * num_pairs)  # the odd one comes last
-    earlier, later = (1, 0) if reverse else (0, 1)
+    pairs = slice(odd, None) if reverse else slice(2 * num_pairs)  # the odd map is applied last
+    earlier, later = (
+        (1, 0) if reverse else (0, 1)
+    )  # in the order in which a pair's maps are applied
     r_pairs = r[pairs].reshape(num_pairs, 2, *r.shape[1:])
     c_pairs = c[pairs].reshape(num_pairs, 2, *c.shape[1:])
     r_before = r_pairs[:, earlier]

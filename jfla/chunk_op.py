@@ -86,7 +86,7 @@ def _backward(
     residuals: Residuals,
     d_output: DeltaRuleOutput,
 ) -> Inputs:
-    @jax.default_matmul_precision("highest")
+    @jax.default_matmul_precision("highest")  # of what XLA computes around the kernels
     def kernels(inputs: Inputs, residuals: Residuals, d_output: DeltaRuleOutput) -> Inputs:
         named = dims.inputs_of(options)
 

@@ -22,8 +22,8 @@ from jfla.xla.decay_sums import (
     decay_from_start,
     decay_sums,
     decay_to_end,
-    sum_of_earlier,
-    sum_of_later,
+    exclusive_running_sum,
+    reverse_running_sum,
 )
 from jfla.xla.decayed_dot import decayed_dot_adjoint, rowwise_dot
 from jfla.xla.forward import (
@@ -142,8 +142,8 @@ def chunk_grads(
     # dg: what every sum of decays gets, given back to the decays that it added up.
     gate_sum = functools.partial(_sum_channels, scalar_gate=scalar_gate)
     chunk_decay = from_start[..., -1, :]
-    dg_from_start = sum_of_later(gate_sum(x.q * dq_state + x.k * dk_state))
-    dg_to_end = sum_of_earlier(gate_sum(x.k * dk_to_end))
+    dg_from_start = reverse_running_sum(gate_sum(x.q * dq_state + x.k * dk_state))
+    dg_to_end = exclusive_running_sum(gate_sum(x.k * dk_to_end))
     dg_chunk = (chunk_decay * gate_sum(rowwise_dot(states, dstates)))[..., None, :]
     d_beta_k = drows[..., 1, :, :]
     return TokenGrads(

@@ -30,19 +30,28 @@ class DecaySums(NamedTuple):
 
 def decay_sums(g: Tokens) -> DecaySums:
     """Of natural-log decays from 0 to -inf."""
-    g = jnp.maximum(g, _nothing_left(g.dtype))
-    coarse = jnp.floor(g / COARSE_UNIT) * COARSE_UNIT
-    return DecaySums(running_sum(coarse), running_sum(g - coarse))
+    g = jnp.maximum(g, _strongest(g.dtype))
+    units = jnp.floor(g / COARSE_UNIT)
+    coarse = units * COARSE_UNIT
+    fine = g - coarse
+    return DecaySums(running_sum(coarse), running_sum(fine))
 
 
-def _nothing_left(dtype: DTypeLike) -> float:
-    """A log decay that is 0 as a decay: with what is stronger, sums of a chunk would not be exact."""
-    return float(np.log(np.finfo(dtype).smallest_subnormal)) - 1
+def _strongest(dtype: DTypeLike) -> float:
+    """The log decay that stronger ones are clipped to.
+
+    As a decay it is 0 already. The coarse sum of a chunk of still stronger ones would not be exact, and that of -inf
+    would make every difference not a number.
+    """
+    smallest = np.finfo(dtype).smallest_subnormal
+    return float(np.log(smallest)) - 1
 
 
 def log_decay_between(late: DecaySums, early: DecaySums) -> Tokens:
     """The sum of the decays behind `early`'s tokens, up to `late`'s; the shapes broadcast."""
-    return (late.coarse - early.coarse) + (late.fine - early.fine)
+    coarse = late.coarse - early.coarse
+    fine = late.fine - early.fine
+    return coarse + fine
 
 
 def decay_between(late: DecaySums, early: DecaySums) -> Tokens:
@@ -57,26 +66,28 @@ def decay_from_start(sums: DecaySums) -> Tokens:
 
 def decay_to_end(sums: DecaySums) -> Tokens:
     """From behind each token to the chunk's end."""
-    return decay_between(sums.at(slice(-1, None)), sums)
+    end = sums.at(slice(-1, None))
+    return decay_between(end, sums)
 
 
 # Sums over tokens are matmuls with ones: one operation, where doubling takes six and as many copies.
 
 
 def running_sum(x: Tokens) -> Tokens:
-    """Over the tokens up to and including each."""
-    return _sum_where(jnp.tri(x.shape[-2], dtype=x.dtype), x)
+    """Inclusive: over the tokens up to and including each."""
+    return _matmul(jnp.tri(x.shape[-2], dtype=x.dtype), x)
 
 
-def sum_of_later(x: Tokens) -> Tokens:
-    """Over each token and those behind it: the adjoint of a decay from the start of these tokens."""
-    return _sum_where(jnp.tri(x.shape[-2], dtype=x.dtype).T, x)
+def reverse_running_sum(x: Tokens) -> Tokens:
+    """Inclusive: over each token and those behind it. The adjoint of decays from the start of these tokens."""
+    return _matmul(jnp.tri(x.shape[-2], dtype=x.dtype).T, x)
 
 
-def sum_of_earlier(x: Tokens) -> Tokens:
-    """Over the tokens before each: the adjoint of a decay to the end of these tokens."""
-    return _sum_where(jnp.tri(x.shape[-2], k=-1, dtype=x.dtype), x)
+def exclusive_running_sum(x: Tokens) -> Tokens:
+    """Over the tokens before each. The adjoint of decays to the end of these tokens."""
+    return _matmul(jnp.tri(x.shape[-2], k=-1, dtype=x.dtype), x)
 
 
-def _sum_where(ones: Float[Array, "C C"], x: Tokens) -> Tokens:
+def _matmul(ones: Float[Array, "C C"], x: Tokens) -> Tokens:
+    # At the highest precision whatever the call's: a rounded coarse part would not be exact.
     return jnp.matmul(ones, x, precision="highest")

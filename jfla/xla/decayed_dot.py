@@ -14,9 +14,9 @@ from jaxtyping import Array, Bool, Float
 from jfla.xla.decay_sums import (
     DecaySums,
     decay_between,
+    exclusive_running_sum,
     log_decay_between,
-    sum_of_earlier,
-    sum_of_later,
+    reverse_running_sum,
 )
 from jfla.xla.triangular import halves, halving_sizes, join, join_diagonal, off_diagonal
 
@@ -87,7 +87,7 @@ def _scalar_adjoint(
     dk = jnp.einsum("...rij,...rid->...jd", d_dot, rows)
     path = [(1, 2), (0, 1)]
     pairs = jnp.einsum("...rij,...rid,...jd->...ij", d_dot, rows, k, optimize=path)
-    dg = jnp.where(_lower(pairs, k=-1), sum_of_later(pairs), 0)
+    dg = jnp.where(_lower(pairs, k=-1), reverse_running_sum(pairs), 0)
     return drows, dk, jnp.sum(dg, axis=-1, keepdims=True)
 
 
@@ -122,8 +122,8 @@ def _per_channel_adjoint(
         dearly = d_square.mT @ _stack_rows(late)
         drows = drows + join(jnp.zeros_like(dlate), dlate * e_late[..., None, :, :, :])
         dk = dk + join(dearly * e_early, jnp.zeros_like(dearly))
-        dg_early = sum_of_earlier(early * dearly)
-        dg_late = sum_of_later(_sum_rows(late * dlate, axis=-4))
+        dg_early = exclusive_running_sum(early * dearly)
+        dg_late = reverse_running_sum(_sum_rows(late * dlate, axis=-4))
         dg = dg + join(dg_early, dg_late)
     return drows, dk, dg
 

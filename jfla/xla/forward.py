@@ -91,7 +91,10 @@ def state_scan(x: ChunkInputs, initial: Carried, qk: DecayedQK, pairs: Pairs) ->
 
 
 def by_pairs(x: ChunkInputs) -> bool:
-    """Whether there are several chunks, and one state: where chunks go one at a time there is one."""
+    """Whether all chunks are here at once, and each sequence has one state.
+
+    Where `over_chunks` takes one at a time, this sees a single chunk. States of slots go through the loop.
+    """
     return x.slot is None and x.v.shape[0] > 1
 
 

@@ -144,6 +144,7 @@ def test_what_a_dtype_cannot_hold_is_no_error():
     assert check.error(np.zeros(4, np.float16), tiny) == 0
     assert check.error(np.zeros(4, np.float32), tiny) == 1
     assert check.error(np.zeros(4, np.float16), 100 * tiny) == 1
+    assert check.error(np.full(4, 6e-8, np.float16), tiny) > 1
 
 
 def test_what_cannot_run_is_a_failure_with_its_message(monkeypatch: pytest.MonkeyPatch):
