@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfla.pallas.context import interpreting
+from jfla.pallas.mgpu import equal_variables as _equal  # noqa: F401  replaces a function of JAX 0.11.2
 from jfla.pallas.mgpu import target as _target  # noqa: F401  Mosaic asks it for the architecture
 from jfla.pallas.mgpu.registers import check_registers
 from jfla.pallas.mgpu.types import MemorySpec
