@@ -43,9 +43,12 @@ def pytest_configure(config: pytest.Config) -> None:
     # Tracing makes many objects, few of them garbage: looking for it takes up to a tenth of the time.
     gc.set_threshold(200_000, 50, 50)
     install_import_hook(_CHECKED, "beartype.beartype")
+    from support import interpreter
+
     from jfla import gates
     from jfla.parallel.stretch import Stretch
 
+    interpreter.quicken()
     for pytree in (gates.SoftplusGate, gates.SigmoidGate, Stretch):
         pytree.__init__ = (
             pytree.__init__.__wrapped__

@@ -1,0 +1,72 @@
+"""The quickened interpreter of the tests: it finds races, and orders clocks as JAX does."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax._src.pallas.mosaic.interpret.vector_clock import NpVectorClock
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from support import interpreter
+
+import jfla
+from jfla.pallas.mgpu.launch import launch
+
+
+def exchange(waits: bool) -> jax.Array:
+    """Warpgroup 0 writes shared memory, and warpgroup 1 copies it out, after a barrier or at once."""
+
+    def body(_inputs, output_gmem, tile_smem, barrier):
+        wg = lax.axis_index("wg")
+
+        def writer():
+            tile_smem[...] = jnp.full((128,), 7.0, jnp.float32)
+            plgpu.barrier_arrive(barrier)
+
+        def reader():
+            if waits:
+                plgpu.barrier_wait(barrier)
+            output_gmem[...] = tile_smem[...]
+
+        lax.cond(wg == 0, writer, reader)
+
+    with jfla.pallas.interpret():
+        return launch(
+            body,
+            (),
+            jax.ShapeDtypeStruct((128,), jnp.float32),
+            grid={},
+            num_warpgroups=2,
+            smem=plgpu.SMEM((128,), jnp.float32),
+            barriers=plgpu.Barrier(num_barriers=1, num_arrivals=1),
+            name="exchange",
+        )
+
+
+def test_tests_run_the_quickened_interpreter():
+    assert NpVectorClock.ordered is interpreter.ordered
+
+
+def test_a_barrier_orders_a_write_and_a_read():
+    np.testing.assert_array_equal(exchange(waits=True), 7.0)
+
+
+def test_without_the_barrier_the_race_is_found(capfd):
+    said = ""
+    try:
+        jax.block_until_ready(exchange(waits=False))
+    except jax.errors.JaxRuntimeError as error:
+        said = str(error)
+    said += capfd.readouterr().out  # JAX 0.11.2 prints races instead of raising
+    assert "RACE DETECTED" in said
+
+
+def test_clocks_are_ordered_as_in_jax():
+    clocks = []
+    for ticks in itertools.product(range(3), repeat=3):
+        clock = NpVectorClock(3)
+        clock.clock[:] = ticks
+        clocks.append(clock)
+    for a, b in itertools.product(clocks, repeat=2):
+        assert interpreter.ordered(a, b) == (a.lt(b) or b.lt(a))
