@@ -13,5 +13,7 @@ class Doctests(griffe.Extension):
 
     def on_instance(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         if obj.docstring is not None:
-            text = _DOCTEST.sub(lambda block: f"```pycon\n{block[0]}\n```", obj.docstring.value)
+            text = _DOCTEST.sub(
+                lambda block: f"```pycon\n{block[0]}\n```", obj.docstring.value
+            )
             obj.docstring.value = text

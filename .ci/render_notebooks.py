@@ -17,7 +17,9 @@ from PIL import Image
 from traitlets.config import Config
 
 FOLDER = pathlib.Path(__file__).resolve().parents[1] / "notebooks"
-_COLORS = 256  # of a figure's palette: half of the bytes of true color, and hardly to be seen
+_COLORS = (
+    256  # of a figure's palette: half of the bytes of true color, and hardly to be seen
+)
 
 
 def main() -> None:

@@ -14,17 +14,38 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     several = {"nargs": "+", "default": []}
     add = parser.add_argument
-    add("--set", **several, choices=list(SETS), help="paper and decode on a GPU, else quick")
+    add(
+        "--set",
+        **several,
+        choices=list(SETS),
+        help="paper and decode on a GPU, else quick",
+    )
     add("--shapes", **several, help="of the sets, by name: 'B1 T8192 H32 D128'; all")
     add("--ops", **several, choices=OPS)
     add("--passes", **several, choices=PASSES)
     add("--gates", **several, choices=GATES, help="production")
-    add("--implementations", **several, choices=list(PROVIDERS), help="all that can run")
-    add("--json", type=pathlib.Path, help="written after every case; rows in it are kept")
+    add(
+        "--implementations", **several, choices=list(PROVIDERS), help="all that can run"
+    )
+    add(
+        "--json",
+        type=pathlib.Path,
+        help="written after every case; rows in it are kept",
+    )
     add("--repeats", type=int, default=0)
-    add("--seconds", type=float, default=float("inf"), help="begin no case after that time")
+    add(
+        "--seconds",
+        type=float,
+        default=float("inf"),
+        help="begin no case after that time",
+    )
     add("--commit", help="the commit, where there is no git to ask")
-    add("--merge", nargs="+", type=pathlib.Path, help="measure nothing; put these into --json")
+    add(
+        "--merge",
+        nargs="+",
+        type=pathlib.Path,
+        help="measure nothing; put these into --json",
+    )
     return parser.parse_args()
 
 

@@ -4,7 +4,13 @@ import pathlib
 
 import jax
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+)
 
 from benchmarks import pages, report, runner
 from benchmarks.providers import PROVIDERS, unavailable
@@ -25,7 +31,9 @@ def measure(plan: Plan, plot: pathlib.Path | None, console: Console) -> None:
         TextColumn("{task.description}"),
     )
     with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task(f"ceilings of {jax.devices()[0].device_kind}", total=None)
+        task = progress.add_task(
+            f"ceilings of {jax.devices()[0].device_kind}", total=None
+        )
 
         def say(done: int, total: int, text: str) -> None:
             progress.update(task, completed=done, total=total, description=text)
@@ -52,7 +60,9 @@ def readme(what: str, console: Console) -> None:
     if what == "check":
         if wrong := pages.disagreement(pages.REPOSITORY, results):
             raise ValueError(f"{wrong}; run: jfla bench --readme write")
-        console.print("The README and docs/benchmarks.md agree with the newest results.")
+        console.print(
+            "The README and docs/benchmarks.md agree with the newest results."
+        )
         return
     from benchmarks.plot import draw_curves, draw_overview
 

@@ -55,7 +55,9 @@ class Exact:
         """
         if self._case == inputs.case_of(case):
             return
-        wanted = {name: x for name, x in arrays.items() if name != "do" or self._gradients}
+        wanted = {
+            name: x for name, x in arrays.items() if name != "do" or self._gradients
+        }
         self._found = self._thread.submit(_started(case, wanted))
         self._case = inputs.case_of(case)
 
@@ -104,7 +106,11 @@ def _started(case: Case, arrays: Arrays) -> Callable[[], References]:
     lengths = None
     if "cu_seqlens" in arrays:
         lengths = tuple(int(length) for length in np.diff(arrays["cu_seqlens"]))
-    dense = {name: x for name, x in arrays.items() if name not in ("cu_seqlens", "segment_ids")}
+    dense = {
+        name: x
+        for name, x in arrays.items()
+        if name not in ("cu_seqlens", "segment_ids")
+    }
 
     @jax.jit
     def parts(x: Arrays) -> Arrays:
@@ -122,7 +128,9 @@ def _started(case: Case, arrays: Arrays) -> Callable[[], References]:
 
 
 def _described(arrays: Arrays) -> tuple[tuple[str, jax.ShapeDtypeStruct], ...]:
-    return tuple((name, jax.ShapeDtypeStruct(x.shape, x.dtype)) for name, x in arrays.items())
+    return tuple(
+        (name, jax.ShapeDtypeStruct(x.shape, x.dtype)) for name, x in arrays.items()
+    )
 
 
 @functools.cache
@@ -135,7 +143,9 @@ def _compiler(
         return functools.cache(jax.jit(run).lower(dict(arrays)).compile)
 
 
-def _run(op: Op, before: int, lengths: tuple[int, ...] | None, rounded: Arrays) -> Arrays:
+def _run(
+    op: Op, before: int, lengths: tuple[int, ...] | None, rounded: Arrays
+) -> Arrays:
     """Output, final state (but for packed sequences) and, where there is a cotangent, the
     gradients: those behind the first `before` tokens, which are run for the state that they leave.
     """

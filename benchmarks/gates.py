@@ -29,7 +29,9 @@ SLOW = 1e-3  # what the decay of the slow channel of "mixed" is multiplied by
 RESET = -1000.0
 
 
-def decay(x: Float[Array, "B T HV *K"], gate: Gate, op: Op) -> Float[Array, "B T HV *K"]:
+def decay(
+    x: Float[Array, "B T HV *K"], gate: Gate, op: Op
+) -> Float[Array, "B T HV *K"]:
     """Log decay of every token, of normal x."""
     if gate == "production":
         return -5 * jax.nn.sigmoid(x)

@@ -16,7 +16,9 @@ Arrays = dict[str, Array]
 MAIN = ("q", "k", "v", "g", "beta")  # what every op takes, in this order
 
 
-def cu_seqlens(packing: Packing, time: int, segments: int) -> Int[np.ndarray, " S_plus_1"]:
+def cu_seqlens(
+    packing: Packing, time: int, segments: int
+) -> Int[np.ndarray, " S_plus_1"]:
     """Cumulative lengths of the packed sequences, each of at least one token, together T.
 
     - uniform: all of T / S tokens, up to rounding.
@@ -40,7 +42,9 @@ def cu_seqlens(packing: Packing, time: int, segments: int) -> Int[np.ndarray, " 
 
 def case_of(case: Case) -> Case:
     """The case whose inputs a case has: those of its forward, unless it decodes."""
-    return case if case.timed == "decode" else dataclasses.replace(case, timed="forward")
+    return (
+        case if case.timed == "decode" else dataclasses.replace(case, timed="forward")
+    )
 
 
 def draw(case: Case, seed: int) -> Arrays:

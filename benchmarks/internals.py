@@ -79,7 +79,9 @@ def scan_output(operands_of_scan: tuple) -> tuple[Array, Array]:
     batch, time, heads, value_dim = v.shape
     dims = Dims(batch, heads, time // CHUNK, value_dim, qk.key_dim)
     config = ScanConfig(scan_v_block(dims, HOPPER_SMS))
-    scanned = run_kernel(output_scan_kernel(qk, pairs, v, initial, config, final_dtype=jnp.float32))
+    scanned = run_kernel(
+        output_scan_kernel(qk, pairs, v, initial, config, final_dtype=jnp.float32)
+    )
     return scanned.stores[0], scanned.last
 
 

@@ -7,7 +7,11 @@ from benchmarks.results import Row
 from benchmarks.shapes import OPS, SETS
 
 MAIN_SET = "paper"
-OTHER_SETS = ("packed", "fla", "fla823")  # a shape of the main set is not shown again there
+OTHER_SETS = (
+    "packed",
+    "fla",
+    "fla823",
+)  # a shape of the main set is not shown again there
 
 
 def table(header: tuple[str, ...], body: list[tuple[str, ...]]) -> str:
@@ -111,7 +115,9 @@ def others(rows: list[Row]) -> str:
             cells = (row.timed, row.shape, row.implementation, _time(row))
             fractions = (percent(row.copy_fraction), percent(row.matmul_fraction))
             body.append((*cells, *fractions, _error(row.errors.get("output"))))
-    return table(("pass", "shape", "by", "ms", "copy", "matmul", "error of output"), body)
+    return table(
+        ("pass", "shape", "by", "ms", "copy", "matmul", "error of output"), body
+    )
 
 
 def _time(row: Row | None) -> str:

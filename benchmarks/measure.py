@@ -18,7 +18,9 @@ import numpy as np
 from benchmarks import trace
 
 CACHE_BYTES = 60e6  # the second-level cache of an H200; an H100's is smaller
-ROTATED_BYTES = 4 * CACHE_BYTES  # a cache does not always drop what was used longest ago
+ROTATED_BYTES = (
+    4 * CACHE_BYTES
+)  # a cache does not always drop what was used longest ago
 MAX_SETS = 128
 MAX_QUEUED = 20
 QUEUE_SECONDS = 0.1
@@ -49,7 +51,10 @@ def input_sets(bytes_of_one: int, gpu: bool) -> int:
 
 
 def timing(
-    call: Callable[[Any], Any], wait: Callable[[Any], Any], sets: list[Any], repeats: int
+    call: Callable[[Any], Any],
+    wait: Callable[[Any], Any],
+    sets: list[Any],
+    repeats: int,
 ) -> Timing:
     """Times `call(set)`, which may return before its work is done; `wait(result)` returns after."""
     rotating = itertools.cycle(sets)
@@ -88,5 +93,7 @@ def _profiled(run: Callable[[], float], count: int, repeats: int) -> list[float]
 
 
 def _timing(samples: list[float], wall: float, method: str) -> Timing:
-    low, middle, high = (float(x) * 1e3 for x in np.quantile(samples, (0.25, 0.5, 0.75)))
+    low, middle, high = (
+        float(x) * 1e3 for x in np.quantile(samples, (0.25, 0.5, 0.75))
+    )
     return Timing(middle, low, high, wall * 1e3, method, len(samples))

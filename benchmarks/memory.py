@@ -52,7 +52,9 @@ MIB = 2**20
 Say = Callable[[str], None]
 
 
-def config_of(op: Any, model: str, remat: str, described: bool = False) -> nn.DeltaLMConfig:
+def config_of(
+    op: Any, model: str, remat: str, described: bool = False
+) -> nn.DeltaLMConfig:
     """A language model of bytes."""
     gpu = described or jax.default_backend() == "gpu"
     return nn.DeltaLMConfig(
@@ -65,7 +67,9 @@ def config_of(op: Any, model: str, remat: str, described: bool = False) -> nn.De
     )
 
 
-def compiled(op: Any, model: str, length: int, remat: str, described: bool = False) -> Any:
+def compiled(
+    op: Any, model: str, length: int, remat: str, described: bool = False
+) -> Any:
     """The program of a row."""
     config = config_of(op, model, remat, described)
     made = nnx.eval_shape(lambda: nn.DeltaLM(config, rngs=nnx.Rngs(0)))
@@ -127,7 +131,10 @@ def _peak_bytes(program: Any) -> int:
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
 def _step(
-    graph: Any, optimizer: optax.GradientTransformation, state: tuple[Any, Any], tokens: Array
+    graph: Any,
+    optimizer: optax.GradientTransformation,
+    state: tuple[Any, Any],
+    tokens: Array,
 ) -> tuple[tuple[Any, Any], Array]:
     params, opt_state = state
 
@@ -139,7 +146,9 @@ def _step(
     return (optax.apply_updates(params, updates), opt_state), loss
 
 
-def _drawn(config: nn.DeltaLMConfig, optimizer: optax.GradientTransformation) -> tuple[Any, Any]:
+def _drawn(
+    config: nn.DeltaLMConfig, optimizer: optax.GradientTransformation
+) -> tuple[Any, Any]:
     """Parameters, not jitted: as one program their random numbers take XLA minutes to compile."""
     params = nnx.state(nn.DeltaLM(config, rngs=nnx.Rngs(0)))
     return params, jax.jit(optimizer.init)(params)
@@ -160,11 +169,15 @@ def _kept_bytes(config: nn.DeltaLMConfig, length: int) -> int:
             block = jax.checkpoint(block, policy=policy)
         return jax.vjp(block, params, x)[1]
 
-    size = lambda tree: sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+    size = lambda tree: sum(
+        leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)
+    )
     return size(jax.eval_shape(left, params, x)) - size(params)
 
 
-def _run(program: Any, config: nn.DeltaLMConfig, optimizer: Any, tokens: Array) -> Record:
+def _run(
+    program: Any, config: nn.DeltaLMConfig, optimizer: Any, tokens: Array
+) -> Record:
     before = records.peak_bytes() or 0
     tokens = jax.random.randint(jax.random.key(0), tokens.shape, 0, VOCAB)
     times = []
@@ -207,7 +220,11 @@ def measure(
         head |= {"device": "NVIDIA H200 (described)", "platform": "described"}
     record = records.continued(path, head)
     kept = [_key(row) for row in record["rows"]]
-    keys = [(op, model, int(length), remat) for model, length in _split(cases) for remat in REMAT]
+    keys = [
+        (op, model, int(length), remat)
+        for model, length in _split(cases)
+        for remat in REMAT
+    ]
     todo = [key for key in keys if key not in kept]
     # All side by side, before anything is timed: a program of 24 layers takes XLA minutes.
     with concurrent.futures.ThreadPoolExecutor() as pool:
@@ -235,13 +252,21 @@ def _key(row: Record) -> tuple[Any, ...]:
 
 def main() -> None:
     """Prints the rows as they come, then a table."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.memory", description=__doc__)
-    parser.add_argument("--out", type=pathlib.Path, required=True, help="the record, JSON")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.memory", description=__doc__
+    )
+    parser.add_argument(
+        "--out", type=pathlib.Path, required=True, help="the record, JSON"
+    )
     parser.add_argument("--op", choices=OPS, default="kda")
-    parser.add_argument("--case", action="append", help=f"MODEL:T; {', '.join(CASES)} by default")
+    parser.add_argument(
+        "--case", action="append", help=f"MODEL:T; {', '.join(CASES)} by default"
+    )
     parser.add_argument("--budget-seconds", type=float, default=470.0)
     parser.add_argument("--commit", help="where there is no git to ask")
-    parser.add_argument("--described", action="store_true", help="compile for an H200, run nothing")
+    parser.add_argument(
+        "--described", action="store_true", help="compile for an H200, run nothing"
+    )
     given = parser.parse_args()
     # Nearly all of a GPU's memory, in the place of JAX's three quarters; read when the GPU is first used.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
@@ -252,9 +277,19 @@ def main() -> None:
         console.print(f"{time.monotonic() - began:5.0f} s  {text}", highlight=False)
 
     cases = given.case or list(CASES)
-    call = (given.out, given.op, cases, given.budget_seconds, given.commit, say, given.described)
+    call = (
+        given.out,
+        given.op,
+        cases,
+        given.budget_seconds,
+        given.commit,
+        say,
+        given.described,
+    )
     record = measure(*call)
-    table = Table("op", "model", "T", "remat", "peak, GiB", "kept a block, MiB", "step, ms")
+    table = Table(
+        "op", "model", "T", "remat", "peak, GiB", "kept a block, MiB", "step, ms"
+    )
     for row in record["rows"]:
         time_ = row.get("step_ms", row.get("refused"))
         sizes = (f"{row['peak_mib'] / 1024:.2f}", str(row["kept_mib"]), str(time_))

@@ -14,7 +14,11 @@ from benchmarks.shapes import OPS
 
 WINDOW = 100  # steps over which losses are averaged before they are compared
 WARM = 200  # steps before those that are compared
-CURVES = {"kernels": "kernels", "seed": "kernels, another seed", "float32": '"xla" in float32'}
+CURVES = {
+    "kernels": "kernels",
+    "seed": "kernels, another seed",
+    "float32": '"xla" in float32',
+}
 _MEMORY_COLUMNS = ("op", "model", "T", "`remat`", "peak, GiB", "kept a block, MiB")
 BLOB = "https://github.com/jfla-org/jfla/blob/main/benchmarks/results"
 
@@ -36,7 +40,9 @@ def sections(folder: pathlib.Path = FOLDER) -> list[str]:
 
 
 def _source(kind: str, path: pathlib.Path, record: Record) -> str:
-    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+    versions = ", ".join(
+        f"{name} {version}" for name, version in record["versions"].items()
+    )
     return (
         f"One {record['device']}, commit {record['commit']}, {record['date']}; {versions}; by "
         f"`python -m benchmarks.{kind}`: [{path.name}]({BLOB}/{kind}/{path.name})."
@@ -47,11 +53,16 @@ def curves(record: Record, op: str) -> dict[str, np.ndarray]:
     """Bits per byte of each run of an op, means over `every` steps."""
     runs = [run for run in record["runs"] if run["op"] == op and run["bits"]]
     return {
-        name: np.array(run["bits"]) for name in CURVES for run in runs if run["variant"] == name
+        name: np.array(run["bits"])
+        for name in CURVES
+        for run in runs
+        if run["variant"] == name
     }
 
 
-def all_curves(folder: pathlib.Path) -> tuple[dict[str, dict[str, np.ndarray]], int] | None:
+def all_curves(
+    folder: pathlib.Path,
+) -> tuple[dict[str, dict[str, np.ndarray]], int] | None:
     """Those of every op of the newest training, and the steps that a point is the mean of."""
     found = records.newest("training", folder)
     if found is None:
@@ -86,7 +97,10 @@ def _training(record: Record) -> list[str]:
             continue
         losses += _losses(record, op, runs)
         part = next((part for part in record["parts"] if part["op"] == op), {})
-        speeds += [_speed(op, run, part if name == "kernels" else {}) for name, run in runs.items()]
+        speeds += [
+            _speed(op, run, part if name == "kernels" else {})
+            for name, run in runs.items()
+        ]
     header = (
         "op",
         "steps compared",
@@ -132,7 +146,8 @@ def _losses(record: Record, op: str, runs: dict[str, Record]) -> list[tuple[str,
     length = min(map(len, found.values()))
     window = max(1, WINDOW // every)
     ends = [
-        f"{found[name][:length][-window:].mean():.4f}" if name in found else "" for name in CURVES
+        f"{found[name][:length][-window:].mean():.4f}" if name in found else ""
+        for name in CURVES
     ]
     apart = [
         distance(record, op, "kernels", "float32"),
@@ -143,7 +158,10 @@ def _losses(record: Record, op: str, runs: dict[str, Record]) -> list[tuple[str,
 
 
 def _speed(op: str, run: Record, part: Record) -> tuple[str, ...]:
-    times = [run.get("step_ms"), *(part.get(f"{name}_ms") for name in ("op", "optimizer", "rest"))]
+    times = [
+        run.get("step_ms"),
+        *(part.get(f"{name}_ms") for name in ("op", "optimizer", "rest")),
+    ]
     return (
         op.upper(),
         CURVES[run["variant"]],
@@ -155,7 +173,9 @@ def _speed(op: str, run: Record, part: Record) -> tuple[str, ...]:
 
 
 def _memory(record: Record) -> list[str]:
-    times = [number(row.get("step_ms")) or row.get("refused", "") for row in record["rows"]]
+    times = [
+        number(row.get("step_ms")) or row.get("refused", "") for row in record["rows"]
+    ]
     body = [(*_memory_cells(row), time) for row, time in zip(record["rows"], times)]
     return [
         "## Memory of a training step",
@@ -180,7 +200,9 @@ def _memory_cells(row: Record) -> tuple[str, ...]:
 
 
 def _published(record: Record) -> list[str]:
-    body: list[tuple[str, ...]] = [(row["name"], _text(row["value"])) for row in record["rows"]]
+    body: list[tuple[str, ...]] = [
+        (row["name"], _text(row["value"])) for row in record["rows"]
+    ]
     return [
         "## A model of the size of Qwen3.5-0.8B",
         f"Random weights in the published format, {record['settings']['num_hidden_layers']} layers of "
@@ -190,4 +212,8 @@ def _published(record: Record) -> list[str]:
 
 
 def _text(value: Any) -> str:
-    return f"{value:,.4g}" if isinstance(value, float) and value < 1000 else f"{value:,.0f}"
+    return (
+        f"{value:,.4g}"
+        if isinstance(value, float) and value < 1000
+        else f"{value:,.0f}"
+    )

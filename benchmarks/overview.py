@@ -40,7 +40,9 @@ class Time(NamedTuple):
 
     def drops(self, timed: str) -> bool:
         """Whether a pass leaves out a part of the recurrence."""
-        return self.shape.startswith("B1 ") and timed in CUTS.get(self.implementation, ())
+        return self.shape.startswith("B1 ") and timed in CUTS.get(
+            self.implementation, ()
+        )
 
 
 def bench_times(record: Results) -> list[Time]:
@@ -50,7 +52,11 @@ def bench_times(record: Results) -> list[Time]:
     for row in rows.values():
         backward = rows.get(_key_of_backward(row))
         if row.timed == "forward" and backward is not None:
-            clock = "Device time by the profiler" if row.method == "device" else "Wall clock"
+            clock = (
+                "Device time by the profiler"
+                if row.method == "device"
+                else "Wall clock"
+            )
             key = (row.op, row.shape, row.implementation)
             found.append(Time(*key, row.ms or 0.0, backward.ms or 0.0, row.gate, clock))
     return found
@@ -75,7 +81,11 @@ def chosen(record: Results) -> list[Time]:
 def _place(time: Time) -> tuple[int, ...]:
     shapes = [str(shape) for shape in README]
     names = list(NAMES)
-    return OPS.index(time.op), shapes.index(time.shape), names.index(time.implementation)
+    return (
+        OPS.index(time.op),
+        shapes.index(time.shape),
+        names.index(time.implementation),
+    )
 
 
 def overview(record: Results) -> str:
@@ -85,9 +95,13 @@ def overview(record: Results) -> str:
     shown = []
     for op in OPS:
         for shape in README:
-            row = _row([time for time in times if (time.op, time.shape) == (op, str(shape))])
+            row = _row(
+                [time for time in times if (time.op, time.shape) == (op, str(shape))]
+            )
             if row is not None:
-                body.append((f"{op.upper()} {shape.batch} x {shape.time}", *_cells(row)))
+                body.append(
+                    (f"{op.upper()} {shape.batch} x {shape.time}", *_cells(row))
+                )
                 shown += [time for time in row if time is not None]
     header = ("batch x tokens", "jfla", NAMES[EXACT_PEER], "fastest other")
     return "\n\n".join([table(header, body), _caption(shown, record)]) if body else ""
@@ -154,7 +168,9 @@ def _gates(shown: list[Time]) -> list[str]:
         of_ops = []
         for op in OPS:
             times = [time for time in shown if (time.gate, time.op) == (gate, op)]
-            names = dict.fromkeys(NAMES[time.implementation].split()[0] for time in times)
+            names = dict.fromkeys(
+                NAMES[time.implementation].split()[0] for time in times
+            )
             if names:
                 of_ops.append(f"{op.upper()} of {', '.join(names)}")
         if of_ops:
@@ -165,7 +181,11 @@ def _gates(shown: list[Time]) -> list[str]:
 def _asked_for(record: Results) -> list[Row]:
     """The rows of the table's shapes: of those without a time the reader must know why."""
     shapes = list(map(str, README))
-    return [row for row in record.rows if row.shape in shapes and row.implementation in NAMES]
+    return [
+        row
+        for row in record.rows
+        if row.shape in shapes and row.implementation in NAMES
+    ]
 
 
 def _clocks(shown: list[Time]) -> list[str]:
@@ -174,4 +194,7 @@ def _clocks(shown: list[Time]) -> list[str]:
     for time in shown:
         name = NAMES[time.implementation].split()[0]
         clocks.setdefault(time.clock, []).append(f"{time.op.upper()} of {name}")
-    return [f"{clock}: {', '.join(dict.fromkeys(names))}." for clock, names in clocks.items()]
+    return [
+        f"{clock}: {', '.join(dict.fromkeys(names))}."
+        for clock, names in clocks.items()
+    ]

@@ -60,7 +60,9 @@ def current() -> pathlib.Path | None:
     return newest()
 
 
-def write(pages: Pages, results: pathlib.Path | None, draw: Draw, draw_curves: DrawCurves) -> None:
+def write(
+    pages: Pages, results: pathlib.Path | None, draw: Draw, draw_curves: DrawCurves
+) -> None:
     """Writes the README's block, the page of tables and the pictures."""
     pages.readme.write_text(_replaced(pages.readme.read_text(), block(pages, results)))
     if results is not None:
@@ -81,7 +83,10 @@ def disagreement(pages: Pages, results: pathlib.Path | None) -> str | None:
         return f"the block of {pages.readme.name} is not that of {source}"
     if results is None:
         return None
-    for path, text in ((pages.tables, page(results)), (pages.earlier, earlier_page(results))):
+    for path, text in (
+        (pages.tables, page(results)),
+        (pages.earlier, earlier_page(results)),
+    ):
         if not path.exists() or path.read_text() != text:
             return f"{path.name} is not that of {source}"
     found = pages.picture.read_text() if pages.picture.exists() else ""
@@ -109,7 +114,10 @@ def digest(times: list[Time]) -> str:
 
 def curves_digest(curves: dict[str, dict[str, np.ndarray]]) -> str:
     """The same of the curves of a training."""
-    points = {op: {name: x.tolist() for name, x in runs.items()} for op, runs in curves.items()}
+    points = {
+        op: {name: x.tolist() for name, x in runs.items()}
+        for op, runs in curves.items()
+    }
     return f"sha256:{hashlib.sha256(json.dumps(points).encode()).hexdigest()}"
 
 
@@ -146,13 +154,19 @@ def earlier_page(results: pathlib.Path) -> str:
     for path, earlier, rows in _lacking(results, record):
         if tables := sections(rows):
             parts.append(f"## Measured on {earlier.date}, and not again")
-            parts.append(f"Commit {earlier.commit}: {_link(f'benchmarks/results/{path.name}')}.")
+            parts.append(
+                f"Commit {earlier.commit}: {_link(f'benchmarks/results/{path.name}')}."
+            )
             parts += tables
     return "\n\n".join(parts) + "\n"
 
 
-def _earlier(results: pathlib.Path, record: Results) -> list[tuple[pathlib.Path, Results]]:
-    files = [(path, read(path)) for path in results.parent.glob("*.json") if path != results]
+def _earlier(
+    results: pathlib.Path, record: Results
+) -> list[tuple[pathlib.Path, Results]]:
+    files = [
+        (path, read(path)) for path in results.parent.glob("*.json") if path != results
+    ]
     files.sort(key=lambda found: (found[1].date, found[0]), reverse=True)
     before = (record.date, results)
     return [
@@ -203,7 +217,9 @@ def _xla_vs_scan() -> list[str]:
     parts = []
     for path in sorted((FOLDER / "xla_vs_scan").glob("*.json")):
         record = json.loads(path.read_text())
-        versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+        versions = ", ".join(
+            f"{name} {version}" for name, version in record["versions"].items()
+        )
         body = []
         for row in record["rows"]:
             ratio = row["scan_ms"] / row["xla_ms"]

@@ -34,7 +34,9 @@ class Results(NamedTuple):
 def ours(folder: pathlib.Path, prompt: list[int], new: int, dtype: str) -> Results:
     """By `jfla.nn.load_hf`."""
     config = nn.hf_config(folder)
-    config = dataclasses.replace(config, dtype=jnp.dtype(dtype), param_dtype=jnp.dtype(dtype))
+    config = dataclasses.replace(
+        config, dtype=jnp.dtype(dtype), param_dtype=jnp.dtype(dtype)
+    )
     model = nn.load_hf(folder, config)
     tokens = jnp.array([prompt])
     states = model.hidden_states(tokens)
@@ -60,14 +62,26 @@ def theirs(folder: pathlib.Path, prompt: list[int], new: int, dtype: str) -> Res
     with torch.no_grad():
         out = model(tokens, output_hidden_states=True)
         states = [x.float().numpy() for x in out.hidden_states]
-        generated = model.generate(tokens, do_sample=False, max_new_tokens=new, use_cache=True)
-    return Results(_named(states, out.logits.float().numpy()), generated[0, len(prompt) :].tolist())
+        generated = model.generate(
+            tokens, do_sample=False, max_new_tokens=new, use_cache=True
+        )
+    return Results(
+        _named(states, out.logits.float().numpy()), generated[0, len(prompt) :].tolist()
+    )
 
 
 def _named(states: list[Any], logits: Any) -> dict[str, np.ndarray]:
-    names = ["embedding", *(f"block {i}" for i in range(len(states) - 2)), "final norm", "logits"]
+    names = [
+        "embedding",
+        *(f"block {i}" for i in range(len(states) - 2)),
+        "final norm",
+        "logits",
+    ]
     arrays = [*states, logits]
-    return {name: np.asarray(x[0], np.float64) for name, x in zip(names, arrays, strict=True)}
+    return {
+        name: np.asarray(x[0], np.float64)
+        for name, x in zip(names, arrays, strict=True)
+    }
 
 
 def errors(got: Results, expected: Results) -> dict[str, float]:
@@ -90,7 +104,9 @@ def _prompt(arguments: argparse.Namespace, vocab_size: int) -> list[int]:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.parity", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.parity", description=__doc__
+    )
     parser.add_argument("folder", type=pathlib.Path)
     parser.add_argument("--prompt")
     parser.add_argument("--tokens", type=int, default=64, help="of a random prompt")
@@ -108,7 +124,9 @@ def main() -> None:
     run = (arguments.folder, prompt, arguments.new, arguments.dtype)
     expected = theirs(*run)
     got = ours(*run)
-    table = Table(title=f"{arguments.folder.name}, {len(prompt)} tokens, {arguments.dtype}")
+    table = Table(
+        title=f"{arguments.folder.name}, {len(prompt)} tokens, {arguments.dtype}"
+    )
     table.add_column("array")
     table.add_column("error, rms / rms", justify="right")
     found = errors(got, expected)

@@ -17,7 +17,9 @@ def build(case: Case) -> Program:
     if case.timed not in ("forward", "forward+backward"):
         raise Refused(f"it has no {case.timed}")
     if case.shape.dim != 128 or case.shape.heads != case.shape.value_heads:
-        raise Refused("its Hopper kernels take K = V = 128 and as many value heads as heads")
+        raise Refused(
+            "its Hopper kernels take K = V = 128 and as many value heads as heads"
+        )
     function = _both if case.timed == "forward+backward" else _forward
     return TorchProgram(function, _with_lengths_and_state, _keys_before_values)
 
@@ -40,7 +42,9 @@ def _with_lengths_and_state(x: dict[str, Any]) -> dict[str, Any]:
 
 def _keys_before_values(results: Results) -> Results:
     """Its states are [N, H, V, K]."""
-    return results | {name: x.mT for name, x in results.items() if name == "final_state"}
+    return results | {
+        name: x.mT for name, x in results.items() if name == "final_state"
+    }
 
 
 def _sizes(x: dict[str, Any]) -> tuple[int, int, int]:

@@ -48,7 +48,12 @@ def torch_program(
     def call(x: dict[str, Any], main: list[Any]) -> tuple[Any, Any]:
         named = dict(zip(MAIN, main))
         rest = {name: x[name] for name in ("initial_state", "cu_seqlens") if name in x}
-        return op(**named, **rest, output_final_state=case.shape.packing is None, **(options or {}))
+        return op(
+            **named,
+            **rest,
+            output_final_state=case.shape.packing is None,
+            **(options or {}),
+        )
 
     def forward(x: dict[str, Any]) -> Results:
         with torch.no_grad():
@@ -62,7 +67,9 @@ def torch_program(
         named = {f"d{name}": gradient for name, gradient in zip(MAIN, gradients)}
         return {"output": output.detach()} | named
 
-    return TorchProgram(both if case.timed == "forward+backward" else forward, _long_lengths)
+    return TorchProgram(
+        both if case.timed == "forward+backward" else forward, _long_lengths
+    )
 
 
 def _long_lengths(x: dict[str, Any]) -> dict[str, Any]:

@@ -97,7 +97,9 @@ OUTPUT_GDN = _tuned(_output_gdn_kernel, chunk_fwd_kernel_o)
 def build(case: Case) -> Program:
     """The program of a case."""
     if case.timed != "scan+output":
-        raise Refused("it has the states and the output alone, not the work inside the chunks")
+        raise Refused(
+            "it has the states and the output alone, not the work inside the chunks"
+        )
     kda = case.op == "kda"
     shape = case.shape
 
@@ -108,7 +110,11 @@ def build(case: Case) -> Program:
             wide |= {"k_out": op.k_to_end, "a_qk": op.a_qk}
         found = {name: x.astype(jnp.bfloat16) for name, x in wide.items()}
         g = op.g_cum * _LOG2E
-        return found | {"q": arrays["q"], "k": arrays["k"], "g": g if kda else g[..., 0]}
+        return found | {
+            "q": arrays["q"],
+            "k": arrays["k"],
+            "g": g if kda else g[..., 0],
+        }
 
     def run(x: dict[str, jax.Array]) -> Results:
         key = x["k_out"] if kda else x["k"]
@@ -116,9 +122,14 @@ def build(case: Case) -> Program:
         v_new, h, final = scan(key, x["u"], x["w"], x["g"], heads, kda)
         if kda:
             arrays = (x["q"], v_new, x["g"], h, x["a_qk"])
-            return {"output": output(OUTPUT_KDA, arrays, x["q"], v_new), "final_state": final}
+            return {
+                "output": output(OUTPUT_KDA, arrays, x["q"], v_new),
+                "final_state": final,
+            }
         return {
-            "output": output(OUTPUT_GDN, (x["q"], key, v_new, h, x["g"]), x["q"], v_new),
+            "output": output(
+                OUTPUT_GDN, (x["q"], key, v_new, h, x["g"]), x["q"], v_new
+            ),
             "final_state": final,
         }
 
@@ -156,7 +167,9 @@ def scan(
     )
 
 
-def output(kernel: Any, arrays: tuple[jax.Array, ...], q: jax.Array, v_new: jax.Array) -> jax.Array:
+def output(
+    kernel: Any, arrays: tuple[jax.Array, ...], q: jax.Array, v_new: jax.Array
+) -> jax.Array:
     """o [B, T, HV, V]."""
     batch, time, value_heads, value_dim = v_new.shape
     chunks = time // CHUNK
@@ -167,7 +180,10 @@ def output(kernel: Any, arrays: tuple[jax.Array, ...], q: jax.Array, v_new: jax.
         kernel=kernel,
         name="fla_output",
         out_shape=jax.ShapeDtypeStruct(v_new.shape, v_new.dtype),
-        grid=lambda meta: (triton.cdiv(value_dim, meta["BV"]) * chunks, batch * value_heads),
+        grid=lambda meta: (
+            triton.cdiv(value_dim, meta["BV"]) * chunks,
+            batch * value_heads,
+        ),
         H=q.shape[2],
         HV=value_heads,
         K=q.shape[-1],

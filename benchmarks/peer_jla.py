@@ -27,7 +27,9 @@ def build(case: Case) -> Program:
     if case.op == "kda" and case.shape.heads != case.shape.value_heads:
         raise Refused("its KDA takes as many value heads as heads")
 
-    def op(*main: jax.Array, return_final_state: bool, **rest: jax.Array) -> jfla.DeltaRuleOutput:
+    def op(
+        *main: jax.Array, return_final_state: bool, **rest: jax.Array
+    ) -> jfla.DeltaRuleOutput:
         q, k, v, g, beta = main
         output, final = linear_attention(
             KINDS[case.op],

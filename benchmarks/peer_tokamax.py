@@ -23,7 +23,9 @@ def build(case: Case) -> Program:
         raise Refused(f'its "xla_chunked" has no {case.timed}')
     if case.shape.heads != case.shape.value_heads:
         raise Refused("it takes as many value heads as heads")
-    rest = {} if case.shape.packing is None else {"max_num_segments": case.shape.segments}
+    rest = (
+        {} if case.shape.packing is None else {"max_num_segments": case.shape.segments}
+    )
 
     def run(q, k, v, gate, beta, segment_ids):
         return api.kimi_delta_attention(
@@ -42,15 +44,23 @@ def build(case: Case) -> Program:
         )[0]
 
     def forward(x: Arrays) -> Results:
-        return {"output": run(x["q"], x["k"], x["v"], x["g"], x["beta"], x.get("segment_ids"))}
+        return {
+            "output": run(
+                x["q"], x["k"], x["v"], x["g"], x["beta"], x.get("segment_ids")
+            )
+        }
 
     def both(x: Arrays) -> Results:
         segments = x.get("segment_ids")
         main = [x[name] for name in MAIN]
-        output, adjoint = jax.vjp(lambda q, k, v, g, b: run(q, k, v, g, b, segments), *main)
+        output, adjoint = jax.vjp(
+            lambda q, k, v, g, b: run(q, k, v, g, b, segments), *main
+        )
         gradients = adjoint(x["do"].astype(output.dtype))
         # "raw" is under no name of ours, but it is computed.
-        return {"output": output} | dict(zip(("dq", "dk", "dv", "raw", "dbeta"), gradients))
+        return {"output": output} | dict(
+            zip(("dq", "dk", "dv", "raw", "dbeta"), gradients)
+        )
 
     function = both if case.timed == "forward+backward" else forward
     return JaxProgram(function, _heads_first, _heads_third)
@@ -60,7 +70,10 @@ def _heads_first(arrays: Arrays) -> Arrays:
     part = arrays["g"] / _LOWER_BOUND
     arrays = arrays | {"g": jnp.log(part) - jnp.log1p(-part)}
     still = ("segment_ids", "cu_seqlens")
-    return {name: x if name in still else jnp.moveaxis(x, 2, 0) for name, x in arrays.items()}
+    return {
+        name: x if name in still else jnp.moveaxis(x, 2, 0)
+        for name, x in arrays.items()
+    }
 
 
 def _heads_third(results: Results) -> Results:

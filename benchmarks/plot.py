@@ -90,7 +90,9 @@ def draw_results(results: Results, path: pathlib.Path) -> None:
     draw(bars, f"{results.device}, milliseconds (shorter is better)", path)
 
 
-def draw_overview(times: list[Time], device: str, path: pathlib.Path, digest: str) -> None:
+def draw_overview(
+    times: list[Time], device: str, path: pathlib.Path, digest: str
+) -> None:
     """Draws the times of the README; `digest` goes into the metadata."""
     bars = []
     for time in times:
@@ -98,11 +100,15 @@ def draw_overview(times: list[Time], device: str, path: pathlib.Path, digest: st
         for timed, ms in zip(PASSES, (time.forward, time.backward)):
             mark = " †" if time.drops(timed) else ""
             bars.append(Bar(time.op.upper(), timed, *key, ms, mark))
-    title = f"{device}, milliseconds (shorter is better); 32 heads, K = V = 128, bfloat16"
+    title = (
+        f"{device}, milliseconds (shorter is better); 32 heads, K = V = 128, bfloat16"
+    )
     draw(bars, title, path, NAMES, digest)
 
 
-def draw_curves(curves: dict[str, Curves], every: int, path: pathlib.Path, digest: str) -> None:
+def draw_curves(
+    curves: dict[str, Curves], every: int, path: pathlib.Path, digest: str
+) -> None:
     """Draws losses, an axis an op, a curve a run, a point the mean of `every` steps."""
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(
@@ -113,12 +119,18 @@ def draw_curves(curves: dict[str, Curves], every: int, path: pathlib.Path, diges
                 if name in runs:
                     steps = every * (np.arange(len(runs[name])) + 1)
                     panel.plot(
-                        steps, runs[name], color=color, linewidth=width, solid_capstyle="round"
+                        steps,
+                        runs[name],
+                        color=color,
+                        linewidth=width,
+                        solid_capstyle="round",
                     )
             last = min(bits[-1] for bits in runs.values())
             first = max(float(np.quantile(bits, 0.97)) for bits in runs.values())
             panel.set_ylim(0.95 * last, first)
-            panel.set_title(f"{op.upper()}: bits per byte", loc="left", color=MUTED, fontsize=10)
+            panel.set_title(
+                f"{op.upper()}: bits per byte", loc="left", color=MUTED, fontsize=10
+            )
             panel.set_xlabel("step", color=MUTED)
             panel.grid(color=GRID, linewidth=0.8)
         shown = {name for runs in curves.values() for name in runs}
@@ -127,8 +139,12 @@ def draw_curves(curves: dict[str, Curves], every: int, path: pathlib.Path, diges
             for name, (color, _, label) in LINES.items()
             if name in shown
         ]
-        figure.legend(handles=handles, loc="outside lower left", ncols=len(handles), frameon=False)
-        figure.savefig(path, metadata=_metadata(path, digest), dpi=100, facecolor="white")
+        figure.legend(
+            handles=handles, loc="outside lower left", ncols=len(handles), frameon=False
+        )
+        figure.savefig(
+            path, metadata=_metadata(path, digest), dpi=100, facecolor="white"
+        )
         plt.close(figure)
 
 
@@ -174,8 +190,12 @@ def draw(
             handles.append(Patch(color=COLORS[name], label=label))
         if any(bar.mark for bar in bars):
             handles.append(Patch(color="none", label="† drops small decays"))
-        figure.legend(handles=handles, loc="outside lower left", ncols=len(handles), frameon=False)
-        figure.savefig(path, metadata=_metadata(path, digest), dpi=100, facecolor="white")
+        figure.legend(
+            handles=handles, loc="outside lower left", ncols=len(handles), frameon=False
+        )
+        figure.savefig(
+            path, metadata=_metadata(path, digest), dpi=100, facecolor="white"
+        )
         plt.close(figure)
 
 

@@ -74,7 +74,9 @@ class JaxProgram:
         restore: Callable[[Results], Results] = same,
     ) -> None:
         self._function = function
-        self._arrange: Callable[[Arrays], Any] = arrange if arrange is same else jax.jit(arrange)
+        self._arrange: Callable[[Arrays], Any] = (
+            arrange if arrange is same else jax.jit(arrange)
+        )
         self._restore = restore
 
     def load(self, arrays: Arrays) -> Any:
@@ -108,7 +110,9 @@ class JaxProgram:
         @jax.jit  # one compilation instead of two for every result
         def parts(results: Results) -> Results:
             restored = self._restore(results)
-            return {name: part(name, restored[name]).astype("float32") for name in names}
+            return {
+                name: part(name, restored[name]).astype("float32") for name in names
+            }
 
         return {name: np.asarray(x) for name, x in parts(results).items()}
 
@@ -165,7 +169,9 @@ class TorchProgram:
         self._restore = restore
 
     def load(self, arrays: Arrays) -> dict[str, Any]:
-        return self._arrange({name: self._torch.from_dlpack(x) for name, x in arrays.items()})
+        return self._arrange(
+            {name: self._torch.from_dlpack(x) for name, x in arrays.items()}
+        )
 
     def first(self, loaded: dict[str, Any]) -> Results:
         """The second call tells the memory: the first one tunes, on tensors of its own."""
@@ -190,7 +196,10 @@ class TorchProgram:
         self, results: Results, names: tuple[str, ...], part: Part
     ) -> dict[str, np.ndarray]:
         restored = self._restore(results)
-        return {name: part(name, restored[name]).detach().float().cpu().numpy() for name in names}
+        return {
+            name: part(name, restored[name]).detach().float().cpu().numpy()
+            for name in names
+        }
 
     def release(self) -> None:
         self._torch.cuda.empty_cache()

@@ -36,7 +36,11 @@ def jax_program(op: Callable[..., jfla.DeltaRuleOutput], case: Case) -> JaxProgr
     """
 
     def call(arrays: Arrays, *main: Any, state: bool) -> jfla.DeltaRuleOutput:
-        rest = {name: arrays[name] for name in ("initial_state", "segment_ids") if name in arrays}
+        rest = {
+            name: arrays[name]
+            for name in ("initial_state", "segment_ids")
+            if name in arrays
+        }
         return op(*main, **rest, return_final_state=state)
 
     def forward(arrays: Arrays) -> Results:
@@ -46,7 +50,9 @@ def jax_program(op: Callable[..., jfla.DeltaRuleOutput], case: Case) -> JaxProgr
 
     def both(arrays: Arrays) -> Results:
         main = [arrays[name] for name in MAIN]
-        output, adjoint = jax.vjp(lambda *main: call(arrays, *main, state=False).output, *main)
+        output, adjoint = jax.vjp(
+            lambda *main: call(arrays, *main, state=False).output, *main
+        )
         gradients = adjoint(arrays["do"])
         return {"output": output} | {f"d{name}": x for name, x in zip(MAIN, gradients)}
 
@@ -58,7 +64,9 @@ def jax_program(op: Callable[..., jfla.DeltaRuleOutput], case: Case) -> JaxProgr
 def _op(implementation: str, case: Case) -> Program:
     form = "recurrent" if case.timed == "decode" else "chunk"
     op = getattr(jfla, f"{form}_{case.op}")
-    return jax_program(lambda *main, **rest: op(*main, **rest, implementation=implementation), case)
+    return jax_program(
+        lambda *main, **rest: op(*main, **rest, implementation=implementation), case
+    )
 
 
 def _pallas(case: Case) -> Program:
@@ -152,7 +160,9 @@ PROVIDERS: dict[str, Provider] = {
     "scan": Provider(_scan, ours=True),
     "mma": Provider(_mma, ours=True, tunes=False),
     "fla": Provider(_peer("peer_fla"), ("torch", "triton", "fla")),
-    "fla_kernels": Provider(_peer("peer_fla_kernels"), ("torch", "triton", "fla", "jax_triton")),
+    "fla_kernels": Provider(
+        _peer("peer_fla_kernels"), ("torch", "triton", "fla", "jax_triton")
+    ),
     "flash_qla": Provider(_peer("peer_flash_qla"), ("torch", "tilelang", "flash_qla")),
     "flashinfer": Provider(_peer("peer_flashinfer"), ("torch", "flashinfer")),
     "cudnn": Provider(_peer("peer_cudnn"), ("torch", "cudnn")),

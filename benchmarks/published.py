@@ -62,17 +62,21 @@ def _training_step(model: nn.DeltaLM, tokens: jax.Array) -> Callable[[], jax.Arr
     optimizer = nnx.Optimizer(model, optax.sgd(1e-4), wrt=nnx.Param)
 
     @nnx.jit
-    def step(model: nn.DeltaLM, optimizer: nnx.Optimizer, tokens: jax.Array) -> jax.Array:
-        loss, grads = nnx.value_and_grad(lambda model: nn.next_token_loss(model(tokens), tokens))(
-            model
-        )
+    def step(
+        model: nn.DeltaLM, optimizer: nnx.Optimizer, tokens: jax.Array
+    ) -> jax.Array:
+        loss, grads = nnx.value_and_grad(
+            lambda model: nn.next_token_loss(model(tokens), tokens)
+        )(model)
         optimizer.update(model, grads)
         return loss
 
     return lambda: step(model, optimizer, tokens)
 
 
-def measure(folder: pathlib.Path, args: argparse.Namespace) -> Iterator[tuple[str, float]]:
+def measure(
+    folder: pathlib.Path, args: argparse.Namespace
+) -> Iterator[tuple[str, float]]:
     """Names and values, each as soon as it is measured."""
     if not (folder / "config.json").exists():
         made = nn.from_config(_settings(args), rngs=nnx.Rngs(0))
@@ -90,7 +94,9 @@ def measure(folder: pathlib.Path, args: argparse.Namespace) -> Iterator[tuple[st
     prompt = jax.random.randint(key, (args.batch, args.tokens), 0, vocab_size)
     one = _seconds(lambda: model.generate(prompt, 1, key=key, temperature=0.0))
     yield "prefill, tokens/s", prompt.size / one
-    many = _seconds(lambda: model.generate(prompt, args.new + 1, key=key, temperature=0.0))
+    many = _seconds(
+        lambda: model.generate(prompt, args.new + 1, key=key, temperature=0.0)
+    )
     yield "decode, tokens/s", args.batch * args.new / max(many - one, 1e-9)
     yield from _peak("peak memory, generated, GB")
     step = _training_step(model, prompt)
@@ -145,14 +151,18 @@ def run(args: argparse.Namespace, say: Callable[[str], None]) -> Record:
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
     """The command's options."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.published", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.published", description=__doc__
+    )
     parser.add_argument("--out", type=pathlib.Path, help="the record, JSON")
     parser.add_argument("--folder", type=pathlib.Path)
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--vocab", type=int, default=248320)
     parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--tokens", type=int, default=1024, help="of a prompt, and of a step")
+    parser.add_argument(
+        "--tokens", type=int, default=1024, help="of a prompt, and of a step"
+    )
     parser.add_argument("--new", type=int, default=64)
     parser.add_argument("--commit", help="where there is no git to ask")
     return parser.parse_args(given)

@@ -28,7 +28,9 @@ ROWS = 64  # of held-out text, from which the decays are
 SAVE_EVERY = 250
 
 
-def record(op: Op, steps: int, folder: pathlib.Path, console: Console) -> dict[str, Any]:
+def record(
+    op: Op, steps: int, folder: pathlib.Path, console: Console
+) -> dict[str, Any]:
     """What `recorded_gates.json` says of an op."""
     settings = Settings(op=op)
     corpus = data.load_corpus()
@@ -40,7 +42,9 @@ def record(op: Op, steps: int, folder: pathlib.Path, console: Console) -> dict[s
         train(training, dataset, op, settings.rows * settings.time, SAVE_EVERY, console)
     finally:
         training.close()
-    held_out = data.batches(functools.partial(rows, text=corpus.held_out), ROWS, 1, settings.seed)
+    held_out = data.batches(
+        functools.partial(rows, text=corpus.held_out), ROWS, 1, settings.seed
+    )
     tokens = jnp.asarray(held_out.batch(0).tokens)
     quantiles = quantiles_of(training.model, tokens)
     last = np.mean(training.curves["bits"][-100:])
@@ -73,7 +77,9 @@ def _log_decays(model: DeltaLM, tokens: Array) -> list[Float[Array, "B T HV *K"]
 
 def main() -> None:
     """The command."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.record_gates", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.record_gates", description=__doc__
+    )
     parser.add_argument("op", choices=OPS)
     parser.add_argument("folder", type=pathlib.Path)
     parser.add_argument("--steps", type=int, default=3000)

@@ -44,7 +44,11 @@ def continued(path: pathlib.Path, new: Record) -> Record:
         return new
     old = json.loads(path.read_text())
     for name, now in new.items():
-        if name != "date" and not isinstance(now, list) and old.get(name) != _plain(now):
+        if (
+            name != "date"
+            and not isinstance(now, list)
+            and old.get(name) != _plain(now)
+        ):
             raise ValueError(f"{path} is of another {name}: {old.get(name)}, now {now}")
     return old
 
@@ -61,9 +65,13 @@ def newest(
     kind: str, folder: pathlib.Path = FOLDER, platform: str = "gpu"
 ) -> tuple[pathlib.Path, Record] | None:
     """The newest record of a kind, of a GPU or of one that was described to the compiler, and where it is."""
-    found = [(path, json.loads(path.read_text())) for path in (folder / kind).glob("*.json")]
+    found = [
+        (path, json.loads(path.read_text())) for path in (folder / kind).glob("*.json")
+    ]
     there = [
-        (record["date"], path, record) for path, record in found if record["platform"] == platform
+        (record["date"], path, record)
+        for path, record in found
+        if record["platform"] == platform
     ]
     return max(there, key=lambda x: x[:2])[1:] if there else None
 

@@ -49,7 +49,8 @@ def _cells(row: Row) -> tuple[str, ...]:
     worst = max(row.errors, key=row.errors.__getitem__, default=None)
     return (
         *name,
-        number(row.ms) + {"device": "", "queued": " q", "blocked": " b"}[str(row.method)],
+        number(row.ms)
+        + {"device": "", "queued": " q", "blocked": " b"}[str(row.method)],
         percent(spread / 2 / row.ms),
         number(row.wall_ms),
         number(row.tb_per_s),
@@ -117,7 +118,9 @@ def show(results: Results) -> None:
         return
     table = Table(title=title(results), title_justify="left", header_style="bold")
     for i, column in enumerate(COLUMNS):
-        table.add_column(column, overflow="fold", justify="left" if i < NAMES else "right")
+        table.add_column(
+            column, overflow="fold", justify="left" if i < NAMES else "right"
+        )
     for row in lines(results):
         table.add_row(*row)
     console = Console()

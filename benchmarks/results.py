@@ -60,7 +60,14 @@ class Row:
     @property
     def timing(self) -> Timing:
         """The times of a row that has them."""
-        times = (self.ms, self.low_ms, self.high_ms, self.wall_ms, self.method, self.repeats)
+        times = (
+            self.ms,
+            self.low_ms,
+            self.high_ms,
+            self.wall_ms,
+            self.method,
+            self.repeats,
+        )
         if None in times:
             raise ValueError(f"{self.key} was refused: {self.refused}")
         return Timing(*times)  # type: ignore[arg-type]
@@ -109,7 +116,9 @@ def read(path: pathlib.Path) -> Results:
     return Results(**found)
 
 
-def started(ceilings: Ceilings, commit: str | None, path: pathlib.Path | None) -> Results:
+def started(
+    ceilings: Ceilings, commit: str | None, path: pathlib.Path | None
+) -> Results:
     """A record without rows, or that of `path` where device, commit and versions are the same.
 
     Raises `ValueError` where it holds a record of something else.
@@ -134,7 +143,9 @@ def started(ceilings: Ceilings, commit: str | None, path: pathlib.Path | None) -
         before = getattr(old, name)
         now = getattr(new, name)
         if before != now:
-            raise ValueError(f"{path} holds rows of another {name}: {before}, now {now}")
+            raise ValueError(
+                f"{path} holds rows of another {name}: {before}, now {now}"
+            )
     new.rows = old.rows
     new.runs = _total_runs([old, new])
     return new
@@ -159,7 +170,9 @@ def merged(paths: list[pathlib.Path]) -> Results:
         _put_together(path, first.settings, record.settings)
     first.ceilings = Ceilings(
         copy_tb_per_s=max(record.ceilings.copy_tb_per_s for record in records),
-        matmul_tflop_per_s=max(record.ceilings.matmul_tflop_per_s for record in records),
+        matmul_tflop_per_s=max(
+            record.ceilings.matmul_tflop_per_s for record in records
+        ),
     )
     first.runs = _total_runs(records)
     rows = first.rows + [row for record in records[1:] for row in record.rows]
@@ -178,11 +191,15 @@ def _total_runs(records: list[Results]) -> int:
     return sum(counts) if all(counts) else 0
 
 
-def _put_together(path: pathlib.Path, ours: dict[str, str], theirs: dict[str, str]) -> None:
+def _put_together(
+    path: pathlib.Path, ours: dict[str, str], theirs: dict[str, str]
+) -> None:
     """Adds `theirs` to `ours`. Raises `ValueError` where both have a key with other values."""
     for key in ours.keys() & theirs.keys():
         if ours[key] != theirs[key]:
-            raise ValueError(f"{path} has another {key}: {theirs[key]}, not {ours[key]}")
+            raise ValueError(
+                f"{path} has another {key}: {theirs[key]}, not {ours[key]}"
+            )
     ours |= theirs
 
 
@@ -229,7 +246,9 @@ def backward_row(case: Case, forward: Row, both: Row, ceilings: Ceilings) -> Row
         repeats=b.repeats,
     )
     row = timed_row(case, both.implementation, difference, ceilings)
-    row.errors = {name: error for name, error in both.errors.items() if name != "output"}
+    row.errors = {
+        name: error for name, error in both.errors.items() if name != "output"
+    }
     row.peak_mib = both.peak_mib
     return row
 

@@ -55,7 +55,9 @@ class Plan:
         for option, known in names.items():
             for value in getattr(self, option):
                 if value not in known:
-                    raise ValueError(f"{option} must be among {', '.join(known)}, got {value!r}")
+                    raise ValueError(
+                        f"{option} must be among {', '.join(known)}, got {value!r}"
+                    )
         for name in self.implementations:
             if reason := unavailable(name):
                 raise ValueError(f"implementation {name} cannot run here: {reason}")
@@ -63,7 +65,8 @@ class Plan:
             self,
             sets=self.sets or (("paper", "decode") if gpu else ("quick",)),
             ops=self.ops or OPS,
-            passes=self.passes or (PASSES if gpu else PASSES[:4]),  # the stages are kernels
+            passes=self.passes
+            or (PASSES if gpu else PASSES[:4]),  # the stages are kernels
             gates=self.gates or ("production",),
             implementations=self.implementations or _default_implementations(),
             repeats=self.repeats or (7 if gpu else 3),
@@ -73,7 +76,9 @@ class Plan:
 def _default_implementations() -> tuple[str, ...]:
     hopper = str(getattr(jax.devices()[0], "compute_capability", None)) == "9.0"
     asked_for = ("mma", "pallas_states", *(("xla", "scan") if hopper else ()))
-    return tuple(name for name in PROVIDERS if name not in asked_for and not unavailable(name))
+    return tuple(
+        name for name in PROVIDERS if name not in asked_for and not unavailable(name)
+    )
 
 
 def share_memory() -> None:
@@ -97,7 +102,11 @@ def run(plan: Plan, notify: Notify) -> Results:
     for number, case in enumerate(todo):
         if time.monotonic() - began > plan.seconds:
             left = len(todo) - number
-            notify(number, len(todo), f"stopped after {plan.seconds:.0f} s, {left} cases left")
+            notify(
+                number,
+                len(todo),
+                f"stopped after {plan.seconds:.0f} s, {left} cases left",
+            )
             break
         say = functools.partial(notify, number, len(todo))
         for row in _case_rows(case, plan, record, exact, say):
@@ -135,12 +144,15 @@ def _case_rows(
     try:
         arrays = _drawn(case)
         exact.begin(case, arrays[0])
-    except Exception as failure:  # too large for this device: the other cases are worth having
+    except (
+        Exception
+    ) as failure:  # too large for this device: the other cases are worth having
         return [_refused(case, name, failure) for name in plan.implementations]
     forwards = {
         row.implementation: row
         for row in record.rows
-        if row.key[:4] == (case.op, "forward", str(case.shape), case.gate) and row.ms is not None
+        if row.key[:4] == (case.op, "forward", str(case.shape), case.gate)
+        and row.ms is not None
     }
     rows = []
     for name in turns(plan.implementations):
@@ -150,7 +162,9 @@ def _case_rows(
         row = _row(case, name, arrays, plan.repeats, record, exact)
         rows.append(row)
         if case.timed == "forward+backward" and row.ms is not None and name in forwards:
-            rows.append(results.backward_row(case, forwards[name], row, record.ceilings))
+            rows.append(
+                results.backward_row(case, forwards[name], row, record.ceilings)
+            )
         gc.collect()
     return rows
 
@@ -163,7 +177,12 @@ def _drawn(case: Case) -> list[Arrays]:
 
 
 def _row(
-    case: Case, name: str, arrays: list[Arrays], repeats: int, record: Results, exact: Exact
+    case: Case,
+    name: str,
+    arrays: list[Arrays],
+    repeats: int,
+    record: Results,
+    exact: Exact,
 ) -> Row:
     try:
         program = PROVIDERS[name].build(case)
@@ -171,7 +190,9 @@ def _row(
             return _measured(case, name, program, arrays, repeats, record, exact)
         finally:
             program.release()
-    except Exception as failure:  # of a peer or the compiler: the other rows are worth having
+    except (
+        Exception
+    ) as failure:  # of a peer or the compiler: the other rows are worth having
         return _refused(case, name, failure)
 
 
@@ -181,7 +202,9 @@ def _refused(case: Case, name: str, reason: Exception) -> Row:
         row.refused = _first_line(reason)
         return row
     text = f"{type(reason).__name__}: {reason}"
-    memory = "RESOURCE_EXHAUSTED" in text or "OutOfMemory" in text or "out of memory" in text
+    memory = (
+        "RESOURCE_EXHAUSTED" in text or "OutOfMemory" in text or "out of memory" in text
+    )
     row.refused = "out of memory" if memory else f"failed: {_first_line(text)}"
     return row
 

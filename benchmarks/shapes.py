@@ -5,11 +5,19 @@ from typing import Literal
 
 Op = Literal["kda", "gdn"]
 Pass = Literal["forward", "backward", "forward+backward", "decode", "scan+output"]
-Gate = Literal["production", "published", "recorded", "strong", "weak", "mixed", "reset"]
+Gate = Literal[
+    "production", "published", "recorded", "strong", "weak", "mixed", "reset"
+]
 Packing = Literal["uniform", "random", "skewed"]
 
 OPS: tuple[Op, ...] = ("kda", "gdn")
-PASSES: tuple[Pass, ...] = ("forward", "backward", "forward+backward", "decode", "scan+output")
+PASSES: tuple[Pass, ...] = (
+    "forward",
+    "backward",
+    "forward+backward",
+    "decode",
+    "scan+output",
+)
 GATES: tuple[Gate, ...] = (
     "production",
     "published",
@@ -109,7 +117,9 @@ def chosen(sets: list[str], names: list[str]) -> list[Shape]:
     return [shapes[name] for name in dict.fromkeys(names or shapes)]
 
 
-def cases(shapes: list[Shape], ops: list[Op], passes: list[Pass], gates: list[Gate]) -> list[Case]:
+def cases(
+    shapes: list[Shape], ops: list[Op], passes: list[Pass], gates: list[Gate]
+) -> list[Case]:
     """Every combination, once.
 
     Decode is one token with a state, so shapes that differ in T alone
@@ -122,7 +132,9 @@ def cases(shapes: list[Shape], ops: list[Op], passes: list[Pass], gates: list[Ga
     kda forward+backward, B2 T512 H2 D64, weak
     kda decode, B2 T1 H2 D64, weak
     """
-    wanted = {*passes, "forward", "forward+backward"} if "backward" in passes else {*passes}
+    wanted = (
+        {*passes, "forward", "forward+backward"} if "backward" in passes else {*passes}
+    )
     wanted -= {"backward", "decode"}
     timed: list[Pass] = [name for name in PASSES if name in wanted]
     long = [shape for shape in shapes if shape.time > 1]
@@ -134,7 +146,13 @@ def cases(shapes: list[Shape], ops: list[Op], passes: list[Pass], gates: list[Ga
         for name in timed
     ]
     if "decode" in passes:
-        tokens = [dataclasses.replace(shape, time=1) for shape in shapes if shape.packing is None]
+        tokens = [
+            dataclasses.replace(shape, time=1)
+            for shape in shapes
+            if shape.packing is None
+        ]
         for op in ops:
-            found += [Case(op, "decode", shape, gate) for gate in gates for shape in tokens]
+            found += [
+                Case(op, "decode", shape, gate) for gate in gates for shape in tokens
+            ]
     return list(dict.fromkeys(found))

@@ -15,7 +15,9 @@ def ours(case: Case) -> Program:
     """The kernel that scans the states and writes the output."""
     _whole_chunks(case)
     if case.shape.dim not in internals.SUPPORTED_DIMS:
-        raise Refused(f"K = {case.shape.dim}; its stages are timed on {internals.SUPPORTED_DIMS}")
+        raise Refused(
+            f"K = {case.shape.dim}; its stages are timed on {internals.SUPPORTED_DIMS}"
+        )
 
     def arrange(arrays: Arrays) -> tuple:
         main = [arrays[name] for name in MAIN]

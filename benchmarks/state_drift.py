@@ -68,7 +68,12 @@ def error(x: jax.Array, reference: jax.Array) -> float:
 def main() -> None:
     """Prints a table."""
     table = Table(
-        "op", "gate", f"output, first {WINDOW}", "in the middle", f"last {WINDOW}", "state"
+        "op",
+        "gate",
+        f"output, first {WINDOW}",
+        "in the middle",
+        f"last {WINDOW}",
+        "state",
     )
     keys = jax.random.split(jax.random.key(0), 7)
     q, k, v, x = (jax.random.normal(key, (TOKENS, HEADS, DIM)) for key in keys[:4])

@@ -39,7 +39,9 @@ def parts(
         updates, opt_state = optimizer.update(grads, opt_state, grads)
         return optax.apply_updates(grads, updates), opt_state
 
-    of_optimizer = measure.timing(update, jax.block_until_ready, [(params, opt_state)], REPEATS)
+    of_optimizer = measure.timing(
+        update, jax.block_until_ready, [(params, opt_state)], REPEATS
+    )
     op_ms = of_op.ms * len(calls)
     return {
         "step_ms": step_ms,
@@ -82,7 +84,13 @@ def _forward_and_backward(model: nn.DeltaLM, call: Any) -> Any:
 
     def output(arrays: tuple[Array, ...], gate: Any) -> Array:
         implementation = model.config.implementation
-        out = op(*arrays, gate=gate, beta_max=1.0, qk_norm=True, implementation=implementation)
+        out = op(
+            *arrays,
+            gate=gate,
+            beta_max=1.0,
+            qk_norm=True,
+            implementation=implementation,
+        )
         return out.output
 
     found, adjoint = jax.vjp(output, *arguments)

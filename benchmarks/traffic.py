@@ -35,15 +35,20 @@ def received(text: str, devices: int) -> dict[str, int]:
     found: collections.Counter[str] = collections.Counter()
     for result, kind, start in COLLECTIVE.findall(text):
         shapes = [found for found in SHAPE.findall(result) if found[0] != "u32"]
-        if start and kind != "all-reduce":  # a start has its operands beside its results
+        if (
+            start and kind != "all-reduce"
+        ):  # a start has its operands beside its results
             shapes = shapes[len(shapes) // 2 :]
         size = sum(
-            math.prod(int(n) for n in shape.split(",") if n) * jnp.dtype(_dtype(name)).itemsize
+            math.prod(int(n) for n in shape.split(",") if n)
+            * jnp.dtype(_dtype(name)).itemsize
             for name, shape in shapes
         )
         # A gathered array has the device's own part; an all-reduce goes around a ring twice.
         share = {"all-gather": 1, "all-reduce": 2}.get(kind)
-        found[kind] += size if share is None else share * size * (devices - 1) // devices
+        found[kind] += (
+            size if share is None else share * size * (devices - 1) // devices
+        )
     return dict(found)
 
 
@@ -55,7 +60,9 @@ def _dtype(name: str) -> str:
     return kinds[name[0]] + name[1:]
 
 
-def formula(devices: int, heads: int, key_dim: int, value_dim: int, backward: bool) -> int:
+def formula(
+    devices: int, heads: int, key_dim: int, value_dim: int, backward: bool
+) -> int:
     """The maps of one row: R and C, then R^T and D; the last step of doubling, and the shift, have no R."""
     r, c = 4 * heads * key_dim * key_dim, 4 * heads * key_dim * value_dim
     if devices <= MAX_GATHERED:
@@ -66,7 +73,9 @@ def formula(devices: int, heads: int, key_dim: int, value_dim: int, backward: bo
     return once * (2 if backward else 1)
 
 
-def compiled(op: str, devices: int, tokens: int, heads: int, dim: int, backward: bool) -> str:
+def compiled(
+    op: str, devices: int, tokens: int, heads: int, dim: int, backward: bool
+) -> str:
     """The program of a call on a sequence of `tokens` a device."""
     shape = f"1x1x{devices}"
     topology = topologies.get_topology_desc(
@@ -91,7 +100,11 @@ def compiled(op: str, devices: int, tokens: int, heads: int, dim: int, backward:
     g = described(*([dim] if op == "kda" else []), dtype=jnp.float32)
     arrays = (q, q, q, g, described(dtype=jnp.float32))
     with jfla.pallas.compiling_for("9.0"):
-        traced = jax.jit(both).trace(q, *arrays) if backward else jax.jit(call).trace(*arrays)
+        traced = (
+            jax.jit(both).trace(q, *arrays)
+            if backward
+            else jax.jit(call).trace(*arrays)
+        )
         return traced.lower().compile().as_text() or ""
 
 
@@ -110,7 +123,12 @@ def main() -> None:
         row = [str(devices)]
         for backward in (False, True):
             text = compiled(
-                options.op, devices, options.tokens, options.heads, options.dim, backward
+                options.op,
+                devices,
+                options.tokens,
+                options.heads,
+                options.dim,
+                backward,
             )
             by_kind = received(text, devices)
             row.append(", ".join(f"{kind} {size:,}" for kind, size in by_kind.items()))
@@ -118,7 +136,9 @@ def main() -> None:
             formula(devices, options.heads, options.dim, options.dim, backward)
             for backward in (False, True)
         ]
-        print("| " + " | ".join([*row, " / ".join(f"{size:,}" for size in sizes)]) + " |")
+        print(
+            "| " + " | ".join([*row, " / ".join(f"{size:,}" for size in sizes)]) + " |"
+        )
 
 
 if __name__ == "__main__":

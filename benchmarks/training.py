@@ -59,7 +59,9 @@ class Model:
     time: int = 1024
     steps: int = 3000
     learning_rate: float = 6e-4
-    every: int = 10  # steps of one call of the compiled program, whose losses are averaged
+    every: int = (
+        10  # steps of one call of the compiled program, whose losses are averaged
+    )
 
     @property
     def tokens(self) -> int:
@@ -104,7 +106,9 @@ class Variant(NamedTuple):
 
 def variants() -> list[Variant]:
     """The kernels twice, in the second place by another seed, then float32. Without a GPU "xla" stands for them."""
-    ours: Literal["pallas", "xla"] = "pallas" if jax.default_backend() == "gpu" else "xla"
+    ours: Literal["pallas", "xla"] = (
+        "pallas" if jax.default_backend() == "gpu" else "xla"
+    )
     return [
         Variant("kernels", "bfloat16", ours, 0),
         Variant("seed", "bfloat16", ours, 1),
@@ -125,14 +129,18 @@ def corpus(limit: int = TEXT_BYTES) -> UInt8[np.ndarray, " n"]:
     return np.concatenate(texts)
 
 
-def rows_of(text: UInt8[np.ndarray, " n"], model: Model, step: int) -> Int32[np.ndarray, "B T"]:
+def rows_of(
+    text: UInt8[np.ndarray, " n"], model: Model, step: int
+) -> Int32[np.ndarray, "B T"]:
     """Rows of T + 1 bytes. They depend on the step alone."""
     rng = np.random.default_rng((DATA_SEED, step))
     return np.asarray(data.text_rows(rng, text, model.rows, model.time).tokens)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
-def advance(graph: Any, optimizer: optax.GradientTransformation, state: Any, tokens: Array) -> Any:
+def advance(
+    graph: Any, optimizer: optax.GradientTransformation, state: Any, tokens: Array
+) -> Any:
     """As many steps as `tokens` [steps, B, T + 1] has; the state, and the bits per byte of each."""
 
     def step(state: tuple[Any, Any], tokens: Array) -> tuple[tuple[Any, Any], Array]:
@@ -151,7 +159,9 @@ def advance(graph: Any, optimizer: optax.GradientTransformation, state: Any, tok
 
 def graph_of(model: Model, op: Op, variant: Variant) -> Any:
     """A model without its parameters."""
-    made = nnx.eval_shape(lambda: nn.DeltaLM(model.config(op, variant), rngs=nnx.Rngs(0)))
+    made = nnx.eval_shape(
+        lambda: nn.DeltaLM(model.config(op, variant), rngs=nnx.Rngs(0))
+    )
     return nnx.graphdef(made)
 
 
@@ -180,17 +190,23 @@ def flops_per_token(model: Model, op: Op, params: Any) -> float:
 class Trainer:
     """Does the runs and keeps their record on disk."""
 
-    def __init__(self, path: pathlib.Path, record: Record, model: Model, text: Any, say: Say):
+    def __init__(
+        self, path: pathlib.Path, record: Record, model: Model, text: Any, say: Say
+    ):
         self._path = path
         self._record = record
         self._model = model
         self._text = text
         self._say = say
-        self._compiled: dict[tuple[Op, str], concurrent.futures.Future[tuple[Any, float]]] = {}
+        self._compiled: dict[
+            tuple[Op, str], concurrent.futures.Future[tuple[Any, float]]
+        ] = {}
 
     def has(self, op: Op, variant: Variant) -> bool:
         """Whether the record holds this run whole."""
-        return self._kept_steps({"op": op, "variant": variant.name}) == self._model.steps
+        return (
+            self._kept_steps({"op": op, "variant": variant.name}) == self._model.steps
+        )
 
     def run(self, op: Op, variant: Variant, until: float) -> None:
         """Trains until the steps are done or the clock shows `until`, and measures the parts of a step."""
@@ -201,7 +217,11 @@ class Trainer:
         graph = graph_of(model, op, variant)
         state = begun(model, op, jax.random.key(variant.seed))
         program, seconds = self._compiled[op, variant.dtype].result()
-        run: Record = {"op": op, "variant": variant.name, "implementation": variant.implementation}
+        run: Record = {
+            "op": op,
+            "variant": variant.name,
+            "implementation": variant.implementation,
+        }
         run |= {"dtype": variant.dtype, "seed": variant.seed, "steps": 0, "bits": []}
         run["compile_seconds"] = round(seconds, 1)
         run["parameters"] = sum(x.size for x in jax.tree.leaves(state[0]))
@@ -215,13 +235,17 @@ class Trainer:
         kinds: dict[tuple[Op, str], tuple[Op, Variant]]
         kinds = {(op, variant.dtype): (op, variant) for op, variant in todo}
         with concurrent.futures.ThreadPoolExecutor() as pool:
-            self._compiled = {key: pool.submit(self._program, *kinds[key]) for key in kinds}
+            self._compiled = {
+                key: pool.submit(self._program, *kinds[key]) for key in kinds
+            }
 
     def _program(self, op: Op, variant: Variant) -> tuple[Any, float]:
         """The compiled steps, and the seconds it took, others beside it."""
         start = time.monotonic()
         graph = graph_of(self._model, op, variant)
-        state = jax.eval_shape(functools.partial(begun, self._model, op), jax.random.key(0))
+        state = jax.eval_shape(
+            functools.partial(begun, self._model, op), jax.random.key(0)
+        )
         lowered = advance.lower(graph, self._model.optimizer(), state, self._rows(0))
         return lowered.compile(), time.monotonic() - start
 
@@ -273,7 +297,10 @@ class Trainer:
         """Of the run of this kind that the record holds, 0 without one."""
         kind = (run["op"], run["variant"])
         runs = self._record["runs"]
-        return max((old["steps"] for old in runs if (old["op"], old["variant"]) == kind), default=0)
+        return max(
+            (old["steps"] for old in runs if (old["op"], old["variant"]) == kind),
+            default=0,
+        )
 
     def _parts(
         self, op: Op, variant: Variant, model: nn.DeltaLM, opt_state: Any, run: Record
@@ -288,7 +315,9 @@ class Trainer:
     def _replace(self, name: str, row: Record, keys: tuple[str, ...]) -> None:
         """Adds a row in the place of an older one of the same keys."""
         rows = self._record[name]
-        rows[:] = [old for old in rows if any(old[key] != row[key] for key in keys)] + [row]
+        rows[:] = [old for old in rows if any(old[key] != row[key] for key in keys)] + [
+            row
+        ]
 
 
 def train(
@@ -306,7 +335,10 @@ def train(
     matmul = ceilings.measured(repeats=5).matmul_tflop_per_s
     new = device | {
         "model": dataclasses.asdict(model),
-        "text": {"bytes": len(text), "sha256": hashlib.sha256(text.tobytes()).hexdigest()[:16]},
+        "text": {
+            "bytes": len(text),
+            "sha256": hashlib.sha256(text.tobytes()).hexdigest()[:16],
+        },
         "peak_tflop_per_s": records.data_sheet_peak(device["device"]),
         "runs": [],
         "parts": [],
@@ -336,8 +368,12 @@ def train(
 
 def main() -> None:
     """The command."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.training", description=__doc__)
-    parser.add_argument("--out", type=pathlib.Path, required=True, help="the record, JSON")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.training", description=__doc__
+    )
+    parser.add_argument(
+        "--out", type=pathlib.Path, required=True, help="the record, JSON"
+    )
     parser.add_argument("--model", choices=MODELS, default="100m")
     parser.add_argument("--op", choices=OPS, action="append", help="both by default")
     parser.add_argument("--steps", type=int, help="of each run")
@@ -356,7 +392,14 @@ def main() -> None:
         console.print(f"{time.monotonic() - began:5.0f} s  {text}", highlight=False)
 
     say(jax.devices()[0].device_kind)
-    train(given.out, model, tuple(given.op or OPS), given.budget_seconds, given.commit, say)
+    train(
+        given.out,
+        model,
+        tuple(given.op or OPS),
+        given.budget_seconds,
+        given.commit,
+        say,
+    )
 
 
 if __name__ == "__main__":

@@ -40,13 +40,18 @@ def arguments(op: str) -> dict[str, Array]:
 def pairs(op: str) -> dict[str, tuple[Callable, Callable]]:
     """(chunked, scan), jitted, for the forward and for forward + backward."""
     chunked = {"kda": jfla.chunk_kda, "gdn": jfla.chunk_gdn}[op]
-    recurrent = {"kda": jfla.reference.recurrent_kda, "gdn": jfla.reference.recurrent_gdn}[op]
+    recurrent = {
+        "kda": jfla.reference.recurrent_kda,
+        "gdn": jfla.reference.recurrent_gdn,
+    }[op]
 
     def forward(function: Callable, **options: str) -> Callable:
         return lambda inputs: function(**inputs, **options).output
 
     def both(function: Callable, **options: str) -> Callable:
-        return jax.grad(lambda inputs: jnp.sum(forward(function, **options)(inputs) ** 2))
+        return jax.grad(
+            lambda inputs: jnp.sum(forward(function, **options)(inputs) ** 2)
+        )
 
     found = {}
     for name, wrap in (("forward", forward), ("forward + backward", both)):
@@ -86,11 +91,20 @@ def main() -> None:
         inputs = arguments(op)
         for name, functions in pairs(op).items():
             xla, scan = (1e3 * seconds for seconds in medians(functions, inputs))
-            print(f"{op} {name:18}  xla {xla:8.1f} ms   scan {scan:8.1f} ms   {scan / xla:5.1f}x")
+            print(
+                f"{op} {name:18}  xla {xla:8.1f} ms   scan {scan:8.1f} ms   {scan / xla:5.1f}x"
+            )
             rows.append({"op": op, "pass": name, "xla_ms": xla, "scan_ms": scan})
     if sys.argv[1:]:
-        head = {"device": device, "versions": versions, "shape": shape, "method": method}
-        pathlib.Path(sys.argv[1]).write_text(json.dumps(head | {"rows": rows}, indent=1) + "\n")
+        head = {
+            "device": device,
+            "versions": versions,
+            "shape": shape,
+            "method": method,
+        }
+        pathlib.Path(sys.argv[1]).write_text(
+            json.dumps(head | {"rows": rows}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

@@ -41,7 +41,10 @@ def chain(
     state = jnp.zeros_like(c[..., 0, :, :]) if first is None else first
     states = [state]
     for span in order[:-1]:
-        state = jnp.matmul(r[..., span, :, :], state, precision="highest") + c[..., span, :, :]
+        state = (
+            jnp.matmul(r[..., span, :, :], state, precision="highest")
+            + c[..., span, :, :]
+        )
         states.append(state)
     if reverse:
         states.reverse()
@@ -64,7 +67,9 @@ def through(
     """
     last = 0 if reverse else -1
     state = chain(first, r, c, reverse=reverse)[..., last, :, :]
-    return jnp.matmul(r[..., last, :, :], state, precision="highest") + c[..., last, :, :]
+    return (
+        jnp.matmul(r[..., last, :, :], state, precision="highest") + c[..., last, :, :]
+    )
 
 
 def chain_by_pairs(
@@ -91,7 +96,9 @@ def chain_by_pairs(
         return first[None], r[0] @ first + c[0]
     num_pairs = num_spans // 2
     odd = num_spans % 2
-    pairs = slice(odd, None) if reverse else slice(2 * num_pairs)  # the odd map is applied last
+    pairs = (
+        slice(odd, None) if reverse else slice(2 * num_pairs)
+    )  # the odd map is applied last
     earlier, later = (
         (1, 0) if reverse else (0, 1)
     )  # in the order in which a pair's maps are applied

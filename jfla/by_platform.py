@@ -39,10 +39,14 @@ def by_platform(*args: Any, default: Callable, **functions: Callable) -> Any:
         def flat(*leaves: Any) -> Sequence[Any]:
             return jax.tree.leaves(function(*structure.unflatten(leaves)))
 
-        return functools.partial(_late_p.bind, function=flat, out_avals=tuple(jaxpr.out_avals))
+        return functools.partial(
+            _late_p.bind, function=flat, out_avals=tuple(jaxpr.out_avals)
+        )
 
     branches = {name: branch(function) for name, function in functions.items()}
-    return result.unflatten(lax.platform_dependent(*leaves, default=branch(default), **branches))
+    return result.unflatten(
+        lax.platform_dependent(*leaves, default=branch(default), **branches)
+    )
 
 
 def _impl(*operands: Any, function: Callable, out_avals: Any) -> Sequence[Any]:

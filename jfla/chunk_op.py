@@ -39,7 +39,11 @@ class Plan:
     def schedule_for(self, inputs: Inputs, options: Options, whole: Dims) -> Schedule:
         """Of the whole call, or of the part of it that a device has."""
         part = dims_of(inputs, options)
-        return self.schedule if part == whole else schedule_of_part(options.op, part, self.schedule)
+        return (
+            self.schedule
+            if part == whole
+            else schedule_of_part(options.op, part, self.schedule)
+        )
 
 
 def _forward(
@@ -87,13 +91,19 @@ def _backward(
     d_output: DeltaRuleOutput,
 ) -> Inputs:
     @jax.default_matmul_precision("highest")  # of what XLA computes around the kernels
-    def kernels(inputs: Inputs, residuals: Residuals, d_output: DeltaRuleOutput) -> Inputs:
+    def kernels(
+        inputs: Inputs, residuals: Residuals, d_output: DeltaRuleOutput
+    ) -> Inputs:
         named = dims.inputs_of(options)
 
         @split_by((named, dims.RESIDUALS, dims.output_of(options)), named)
-        def split(inputs: Inputs, residuals: Residuals, d_output: DeltaRuleOutput) -> Inputs:
+        def split(
+            inputs: Inputs, residuals: Residuals, d_output: DeltaRuleOutput
+        ) -> Inputs:
             schedule = plan.schedule_for(inputs, options, whole)
-            return kernels_of_chunk.backward(inputs, options, schedule, residuals, *d_output)
+            return kernels_of_chunk.backward(
+                inputs, options, schedule, residuals, *d_output
+            )
 
         whole = dims_of(inputs, options)
         d = split(inputs, residuals, _own_final(residuals, d_output))
@@ -103,7 +113,9 @@ def _backward(
     if not plan.by_platform:
         return kernels(inputs, residuals, d_output)
 
-    def portable(inputs: Inputs, residuals: Residuals, d_output: DeltaRuleOutput) -> Inputs:
+    def portable(
+        inputs: Inputs, residuals: Residuals, d_output: DeltaRuleOutput
+    ) -> Inputs:
         own = xla.Residuals(xla.pairs_of(inputs, options), residuals.entered)
         return xla.backward_of(inputs, options, own, d_output)
 
@@ -165,7 +177,9 @@ class _Rule:
         with interpreted(self.plan.interpret):
             return _forward(inputs, self.options, self.plan, for_backward=True)
 
-    def backward(self, inputs: Inputs, residuals: Residuals, d_output: DeltaRuleOutput) -> Inputs:
+    def backward(
+        self, inputs: Inputs, residuals: Residuals, d_output: DeltaRuleOutput
+    ) -> Inputs:
         # The backward may be traced outside the contexts in which the forward was traced.
         with interpreted(self.plan.interpret):
             return _backward(inputs, self.options, self.plan, residuals, d_output)
@@ -178,4 +192,6 @@ def _chunk(inputs: Inputs, options: Options, plan: Plan) -> DeltaRuleOutput:
     return differentiable(_Rule(options, plan), inputs)
 
 
-run = compiler_partitioned(across_devices(jax.jit(_chunk, static_argnames=("options", "plan"))))
+run = compiler_partitioned(
+    across_devices(jax.jit(_chunk, static_argnames=("options", "plan")))
+)

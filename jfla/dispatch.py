@@ -62,7 +62,9 @@ def choose(
     name = f"{form}_{options.op.name}"
     portable = "plain JAX, on every device"
     if wanted == "xla":
-        return Choice(name, "xla", {"pallas": 'implementation="xla" was asked for'}, portable)
+        return Choice(
+            name, "xla", {"pallas": 'implementation="xla" was asked for'}, portable
+        )
     reason = support.unsupported(form, inputs, options)
     if reason is None and wanted is None:
         reason = trial.refused(form, inputs, options, compiles)
@@ -71,14 +73,22 @@ def choose(
         detail = _kernels_detail(inputs, by_platform)
         if form == "chunk":
             sizes = padded_sizes(inputs).items()
-            detail += "".join(f", {letter} = {size} padded to {to}" for letter, (size, to) in sizes)
-        named = dims.inputs_of(options) if form == "chunk" else dims.recurrent_inputs_of(inputs)
+            detail += "".join(
+                f", {letter} = {size} padded to {to}" for letter, (size, to) in sizes
+            )
+        named = (
+            dims.inputs_of(options)
+            if form == "chunk"
+            else dims.recurrent_inputs_of(inputs)
+        )
         gathered = why_gathered((named,), (inputs,))
         if gathered is not None:
             detail += f"; gathered, every device runs the whole call: {gathered}"
         return Choice(name, "pallas", _why_not_xla(wanted), detail, by_platform)
     if wanted == "pallas":
-        raise NotImplementedError(f'implementation="pallas" cannot take this call: {reason}')
+        raise NotImplementedError(
+            f'implementation="pallas" cannot take this call: {reason}'
+        )
     return Choice(name, "xla", {"pallas": reason}, portable)
 
 
@@ -106,7 +116,9 @@ def _kernels_detail(inputs: Inputs, by_platform: bool) -> str:
     return detail
 
 
-def explain(function: Callable[..., DeltaRuleOutput], *args: Any, **kwargs: Any) -> Choice:
+def explain(
+    function: Callable[..., DeltaRuleOutput], *args: Any, **kwargs: Any
+) -> Choice:
     """Which implementation `function(*args, **kwargs)` takes here, and why; nothing is computed.
 
     **Arguments:**
@@ -191,7 +203,9 @@ def _chunk_pallas(inputs: Inputs, options: Options, choice: Choice) -> DeltaRule
     return without_padded_channels(chunk_op.run(padded, options, plan), inputs)
 
 
-def _recurrent_pallas(inputs: Inputs, options: Options, choice: Choice) -> DeltaRuleOutput:
+def _recurrent_pallas(
+    inputs: Inputs, options: Options, choice: Choice
+) -> DeltaRuleOutput:
     """The kernel is for decoding: what is differentiated is the definition, in any mode."""
     from jfla.pallas.common import decode
     from jfla.reference import recurrent

@@ -51,7 +51,9 @@ class SoftplusGate:
         # Far below zero softplus(x) is exp(x), and exp(a_log + x) is finite where exp(a_log) * exp(x) is inf * 0.
         tail = jnp.log(jnp.finfo(x.dtype).eps)
         small = jnp.exp(jnp.minimum(a_log + jnp.minimum(x, tail), _MAX_LOG_RATE))
-        usual = jnp.exp(jnp.minimum(a_log, _MAX_LOG_RATE)) * jax.nn.softplus(jnp.maximum(x, tail))
+        usual = jnp.exp(jnp.minimum(a_log, _MAX_LOG_RATE)) * jax.nn.softplus(
+            jnp.maximum(x, tail)
+        )
         return -jnp.where(x < tail, small, usual)
 
 
@@ -107,7 +109,9 @@ def _per_head(parameter: Array, x: Array) -> Array:
     return parameter.reshape((1,) * (x.ndim - parameter.ndim) + parameter.shape)
 
 
-def log_decay(g: Float[Array, "B T HV G"], gate: Gate | None) -> Float[Array, "B T HV G"]:
+def log_decay(
+    g: Float[Array, "B T HV G"], gate: Gate | None
+) -> Float[Array, "B T HV G"]:
     """The natural-log decay in float32 or wider: `g` itself, or the gate applied to it."""
     return at_least_f32(g) if gate is None else gate(g)
 
@@ -117,16 +121,24 @@ def log_uniform_rate(key: Array, shape: tuple[int, ...], dtype: DTypeLike) -> Ar
     return jnp.log(jax.random.uniform(key, shape, dtype, 1.0, 16.0))
 
 
-def inverse_softplus_step(key: Array, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
+def inverse_softplus_step(
+    key: Array, shape: tuple[int, ...], dtype: DTypeLike
+) -> Array:
     """Initializer of dt_bias: the inverse softplus of a step, log-uniform in [1e-3, 0.1]."""
     log_step = jax.random.uniform(key, shape, dtype, math.log(1e-3), math.log(0.1))
     step = jnp.exp(log_step)
     return step + jnp.log(-jnp.expm1(-step))
 
 
-def write_strength(beta: Float[Array, "*shape"], beta_max: float | None) -> Float[Array, "*shape"]:
+def write_strength(
+    beta: Float[Array, "*shape"], beta_max: float | None
+) -> Float[Array, "*shape"]:
     """beta in float32 or wider: as given, or `beta_max * sigmoid(beta)` when the input is logits."""
-    return at_least_f32(beta) if beta_max is None else beta_max * jax.nn.sigmoid(at_least_f32(beta))
+    return (
+        at_least_f32(beta)
+        if beta_max is None
+        else beta_max * jax.nn.sigmoid(at_least_f32(beta))
+    )
 
 
 def l2norm(x: Float[Array, "*batch K"]) -> Float[Array, "*batch K"]:

@@ -53,7 +53,9 @@ def _primal(rule: Rule, inputs: Any) -> Any:
 
 
 @functools.partial(_primal.defjvp, symbolic_zeros=True)
-def _primal_jvp(rule: Rule, primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
+def _primal_jvp(
+    rule: Rule, primals: tuple[Any], tangents: tuple[Any]
+) -> tuple[Any, Any]:
     output, residuals = rule.forward(*primals)
     return output, _tangent(rule, (*primals, residuals), *tangents, output)
 
@@ -94,7 +96,10 @@ def _opaque_forward_jvp(
     output, residuals = opaque_forward(forward, rule, *primals)
     # Residuals follow from the inputs, along which alone `_Jacobian` is differentiated.
     still = zero_from_primal(residuals, symbolic_zeros=True)
-    return (output, residuals), (_tangent(rule, (*primals, residuals), *tangents, output), still)
+    return (output, residuals), (
+        _tangent(rule, (*primals, residuals), *tangents, output),
+        still,
+    )
 
 
 # The primitive: operands are the leaves of (inputs, residuals), then those that it is linear in.
@@ -109,7 +114,9 @@ class _Jacobian:
     output: jax.tree_util.PyTreeDef
     moving: tuple[int, ...]
     transposed: bool = False
-    vmaps: tuple[tuple[int | None, ...], ...] = ()  # of every leaf kept, the inner vmap first
+    vmaps: tuple[
+        tuple[int | None, ...], ...
+    ] = ()  # of every leaf kept, the inner vmap first
 
     def split(self, operands: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
         """What is kept, and what the map is linear in."""
@@ -117,7 +124,9 @@ class _Jacobian:
 
     def __call__(self, *operands: Any) -> Sequence[Any]:
         """The map; the transposed one by the rule's backward."""
-        return self._vmapped(self._backward if self.transposed else self._plain)(*operands)
+        return self._vmapped(self._backward if self.transposed else self._plain)(
+            *operands
+        )
 
     def plain(self, *operands: Any) -> Sequence[Any]:
         """The same by operations that JAX differentiates, without the backward."""
@@ -132,7 +141,9 @@ class _Jacobian:
     def _backward(self, *operands: Any) -> Sequence[Any]:
         leaves, d_output = self.split(operands)
         inputs, residuals = self.kept.unflatten(leaves)
-        d_inputs = self.rule.backward(inputs, residuals, self.output.unflatten(d_output))
+        d_inputs = self.rule.backward(
+            inputs, residuals, self.output.unflatten(d_output)
+        )
         # A cotangent of None, that of integers, has a leaf to stand for.
         d_leaves = jax.tree.structure(inputs).flatten_up_to(d_inputs)
         return [d_leaves[i] for i in self.moving]
@@ -153,7 +164,9 @@ class _Jacobian:
         return jax.vjp(output, *moved)[1](list(linear))
 
 
-def _impl(*operands: Any, jacobian: _Jacobian, out_avals: tuple[Any, ...]) -> Sequence[Any]:
+def _impl(
+    *operands: Any, jacobian: _Jacobian, out_avals: tuple[Any, ...]
+) -> Sequence[Any]:
     return jacobian.plain(*operands)
 
 
@@ -169,7 +182,9 @@ def _derivative(
     d_out = [ad.Zero(aval) for aval in out_avals]
     if any(type(t) is not ad.Zero for t in d_linear):
         d_linear = map(ad.instantiate_zeros, d_linear)
-        d_out = _jacobian_p.bind(*kept, *d_linear, jacobian=jacobian, out_avals=out_avals)
+        d_out = _jacobian_p.bind(
+            *kept, *d_linear, jacobian=jacobian, out_avals=out_avals
+        )
     inputs = jacobian.kept.children()[0].num_leaves
     moving = [i for i in range(inputs) if type(d_kept[i]) is not ad.Zero]
     if moving:

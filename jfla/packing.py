@@ -58,7 +58,9 @@ def _check_cu_seqlens(cu_seqlens: np.ndarray, total: int) -> None:
             f"cu_seqlens must not decrease, got {cu_seqlens[at]} before {cu_seqlens[at + 1]}"
         )
     if cu_seqlens[-1] > total:
-        raise ValueError(f"cu_seqlens must end at {total=} at most, got {cu_seqlens[-1]}")
+        raise ValueError(
+            f"cu_seqlens must end at {total=} at most, got {cu_seqlens[-1]}"
+        )
 
 
 def starts(segment_ids: Int[Array, "B T"]) -> Bool[Array, "B T"]:
@@ -86,14 +88,18 @@ def num_aligned_chunks(time: int, num_segments: int, chunk: int = CHUNK) -> int:
     return -(-time // chunk) + num_segments
 
 
-def segment_bounds(segment_ids: Int[Array, "B T"], num_segments: int) -> Int[Array, "B S_plus_1"]:
+def segment_bounds(
+    segment_ids: Int[Array, "B T"], num_segments: int
+) -> Int[Array, "B S_plus_1"]:
     """Tokens of the segments 1 .. s, for s = 0 .. S: where each segment begins and ends."""
     segments = jnp.arange(num_segments + 1)[None, None]
     ids = segment_ids[:, :, None]
     return jnp.sum((ids > 0) & (ids <= segments), axis=1)
 
 
-def align(segment_ids: Int[Array, "B T"], num_segments: int, chunk: int = CHUNK) -> Aligned:
+def align(
+    segment_ids: Int[Array, "B T"], num_segments: int, chunk: int = CHUNK
+) -> Aligned:
     """Lays packed segments on chunk boundaries, in a grid of `num_aligned_chunks` chunks."""
     time = segment_ids.shape[1]
     n_chunks = num_aligned_chunks(time, num_segments, chunk)
@@ -108,10 +114,14 @@ def align(segment_ids: Int[Array, "B T"], num_segments: int, chunk: int = CHUNK)
     valid = (segment_ids > 0) & (segment_ids <= num_segments)
     target = jnp.where(valid, jnp.arange(time)[None] + own_shift, n_chunks * chunk)
 
-    segment = jnp.sum(jnp.arange(n_chunks)[None, :, None] >= last_chunk[:, None], axis=-1)
+    segment = jnp.sum(
+        jnp.arange(n_chunks)[None, :, None] >= last_chunk[:, None], axis=-1
+    )
     segment = jnp.minimum(segment, num_segments - 1)
     row_segment = jnp.repeat(segment, chunk, axis=1)
-    source = jnp.arange(n_chunks * chunk)[None] - jnp.take_along_axis(shift, row_segment, axis=1)
+    source = jnp.arange(n_chunks * chunk)[None] - jnp.take_along_axis(
+        shift, row_segment, axis=1
+    )
     end = jnp.take_along_axis(end_token, row_segment, axis=1)
     return Aligned(jnp.where(source < end, source, time), target, segment)
 
@@ -122,7 +132,11 @@ def take_rows(
 ) -> Shaped[Array, "B T_new *rest"]:
     """x[b, index[b, t]], and 0 where the index is out of range."""
     return jnp.take_along_axis(
-        x, index.reshape(index.shape + (1,) * (x.ndim - 2)), axis=1, mode="fill", fill_value=0
+        x,
+        index.reshape(index.shape + (1,) * (x.ndim - 2)),
+        axis=1,
+        mode="fill",
+        fill_value=0,
     )
 
 
@@ -131,7 +145,9 @@ def take_rows(
 # a single row is indexed without `vmap`, because `jax.experimental.checkify` ends in an IndexError at a scatter with a
 # batch axis.
 
-FEW_SLOTS = 8  # more states than this are indexed: selecting one of 16 takes twice as long
+FEW_SLOTS = (
+    8  # more states than this are indexed: selecting one of 16 takes twice as long
+)
 
 
 def read_slot(
@@ -156,7 +172,9 @@ def write_slot(
         return jnp.where(_is_slot(states, slot), state[:, None], states)
     if states.shape[0] == 1:
         return states.at[:, slot[0]].set(state)
-    return jax.vmap(lambda states, slot, state: states.at[slot].set(state))(states, slot, state)
+    return jax.vmap(lambda states, slot, state: states.at[slot].set(state))(
+        states, slot, state
+    )
 
 
 def _is_slot(

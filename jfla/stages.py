@@ -69,7 +69,9 @@ class FactoredQK(NamedTuple):
         heads = self.factors.shape[1]
         q = _by_chunk(self.q, heads)
         k = _by_chunk(self.k, heads)
-        q_from_start, k_from_start, k_to_end, chunk_decay = jnp.moveaxis(self.factors, 3, 0)
+        q_from_start, k_from_start, k_to_end, chunk_decay = jnp.moveaxis(
+            self.factors, 3, 0
+        )
         return DecayedQK(
             q_from_start=q_from_start[..., None] * q,
             k_from_start=k_from_start[..., None] * k,
@@ -81,13 +83,19 @@ class FactoredQK(NamedTuple):
 QK = DecayedQK | FactoredQK
 
 
-def _by_chunk(x: Float[Array, "B T H K"], value_heads: int) -> Float[Array, "B HV N C K"]:
+def _by_chunk(
+    x: Float[Array, "B T H K"], value_heads: int
+) -> Float[Array, "B HV N C K"]:
     batch, time, heads, key_dim = x.shape
     x = jnp.repeat(x, value_heads // heads, axis=2)
-    return jnp.moveaxis(x.reshape(batch, time // CHUNK, CHUNK, value_heads, key_dim), 3, 1)
+    return jnp.moveaxis(
+        x.reshape(batch, time // CHUNK, CHUNK, value_heads, key_dim), 3, 1
+    )
 
 
-Q_FROM_START, K_FROM_START, K_TO_END, CHUNK_DECAY = range(4)  # rows of FactoredQK.factors
+Q_FROM_START, K_FROM_START, K_TO_END, CHUNK_DECAY = range(
+    4
+)  # rows of FactoredQK.factors
 
 
 class IntraChunk(NamedTuple):
@@ -131,7 +139,9 @@ class Residuals(NamedTuple):
     """What the forward leaves for the backward beside the inputs."""
 
     intra: IntraChunk
-    state_checkpoints: Float[Array, "B HV spans V K"] | None  # S^T where the spans of time begin
+    state_checkpoints: (
+        Float[Array, "B HV spans V K"] | None
+    )  # S^T where the spans of time begin
     # Where time is split over devices, and R of the spans that a device scans side by side.
     entered: Entered | None = None
     split_r: Float[Array, "B HV splits K K"] | None = None
@@ -163,4 +173,6 @@ class Stages(Protocol):
         """`ScanResults`, and the cotangent of the initial state."""
         ...
 
-    def chunk_grads(self, inputs: Inputs, options: Options, scans: ScanResults) -> ChunkGrads: ...
+    def chunk_grads(
+        self, inputs: Inputs, options: Options, scans: ScanResults
+    ) -> ChunkGrads: ...

@@ -86,7 +86,9 @@ class Inputs(NamedTuple):
     gate: Gate | None
     initial_state: State | None
     segment_ids: SegmentIds | None
-    state_slots: Int[Array, " B"] | None = None  # then `initial_state` is a pool [P, HV, K, V]
+    state_slots: Int[Array, " B"] | None = (
+        None  # then `initial_state` is a pool [P, HV, K, V]
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +105,9 @@ class Options:
         False  # each packed segment has a state of its own going in or coming out
     )
     return_states: bool = False  # the final state is that after every token
-    sequence_axis: AxisName | None = None  # over whose devices time is split: see jfla.parallel
+    sequence_axis: AxisName | None = (
+        None  # over whose devices time is split: see jfla.parallel
+    )
     states_every: int | None = (
         None  # the final state is that after every so many tokens, and after the last
     )

@@ -11,7 +11,9 @@ import pytest
 from jaxtyping import install_import_hook
 
 # These need PyTorch and a checkout of Flash Linear Attention.
-collect_ignore = [f"conformance/{name}.py" for name in ("fla_adapter", "fla_plugin", "run_fla")]
+collect_ignore = [
+    f"conformance/{name}.py" for name in ("fla_adapter", "fla_plugin", "run_fla")
+]
 
 # Shapes in the annotations are checked at every call. `jfla.api` and `jfla._inputs.validate` are left out: bad
 # arguments must meet their own ValueErrors.
@@ -68,7 +70,11 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     Each takes several memory maps, of which Linux allows a process 65,530. Without one left, LLVM ends in a
     segmentation fault.
     """
-    if nextitem is not None and nextitem.path != item.path and _num_memory_maps() > 20_000:
+    if (
+        nextitem is not None
+        and nextitem.path != item.path
+        and _num_memory_maps() > 20_000
+    ):
         import jax
 
         jax.clear_caches()
@@ -83,12 +89,16 @@ def _num_memory_maps() -> int:
 @functools.cache
 def _no_gpu() -> str | None:
     if os.environ.get("JFLA_TEST_GPU", "0") != "1":
-        return "needs a GPU of compute capability 9.0: run with JFLA_TEST_GPU=1 or -m gpu"
+        return (
+            "needs a GPU of compute capability 9.0: run with JFLA_TEST_GPU=1 or -m gpu"
+        )
     import jax
 
     device = jax.devices()[0]
     if device.platform != "gpu":
-        return f"needs a GPU of compute capability 9.0, JAX found only {device.platform}"
+        return (
+            f"needs a GPU of compute capability 9.0, JAX found only {device.platform}"
+        )
     if device.compute_capability != "9.0":
         return f"needs compute capability 9.0, {device.device_kind} has {device.compute_capability}"
     return None
@@ -111,4 +121,6 @@ def _no_compiler() -> str | None:
 def _packaged_ptxas() -> list[pathlib.Path]:
     spec = importlib.util.find_spec("nvidia")
     folders = [] if spec is None else spec.submodule_search_locations or []
-    return [path for folder in folders for path in pathlib.Path(folder).glob("*/bin/ptxas")]
+    return [
+        path for folder in folders for path in pathlib.Path(folder).glob("*/bin/ptxas")
+    ]

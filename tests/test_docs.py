@@ -32,7 +32,11 @@ def equation_1(q, k, v, g, beta, state):
         g if g.shape[-1] == K else g[..., 0],
         beta[None, :, None],
     ]
-    op = jfla.reference.recurrent_kda if g.shape[-1] == K else jfla.reference.recurrent_gdn
+    op = (
+        jfla.reference.recurrent_kda
+        if g.shape[-1] == K
+        else jfla.reference.recurrent_gdn
+    )
     out = op(*arrays, initial_state=state[None, None], return_final_state=True)
     assert out.final_state is not None
     return out.output[0, :, 0], out.final_state[0, 0]
@@ -41,14 +45,25 @@ def equation_1(q, k, v, g, beta, state):
 def spans(first, last):
     """[C, C] of 0 and 1: row n is 1 on the tokens from first[n] to last[n], both included."""
     m = np.arange(C)
-    return ((m >= np.asarray(first)[:, None]) & (m <= np.asarray(last)[:, None])).astype(float)
+    return (
+        (m >= np.asarray(first)[:, None]) & (m <= np.asarray(last)[:, None])
+    ).astype(float)
 
 
 def one_chunk(q, k, v, g, beta, state):
     """Equations (2) to (8)."""
-    x = {"q": q, "k": k, "v": v, "g": np.broadcast_to(g, (C, K)), "beta": beta, "S": state}
+    x = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "g": np.broadcast_to(g, (C, K)),
+        "beta": beta,
+        "S": state,
+    }
     token = np.arange(C)
-    between = np.array([spans(np.arange(1, C + 1), np.full(C, i)) for i in range(C)])  # [i, j, m]
+    between = np.array(
+        [spans(np.arange(1, C + 1), np.full(C, i)) for i in range(C)]
+    )  # [i, j, m]
     x["D"] = np.exp(np.einsum("ijm,md->ijd", between, x["g"])) * np.tri(C)[..., None]
     x["eps"] = np.exp(spans(np.zeros(C), token) @ x["g"])
     x["eta"] = np.exp(spans(token + 1, np.full(C, C)) @ x["g"])
@@ -89,7 +104,9 @@ def gradients(x, do, ds_out):
 
     z_in = q * dq_in + k * dk_in
     z_out = k * dk_out
-    pairs = x["D"] * (w_q[..., None] * q[:, None] + w_k[..., None] * k[:, None]) * k[None]
+    pairs = (
+        x["D"] * (w_q[..., None] * q[:, None] + w_k[..., None] * k[:, None]) * k[None]
+    )
     dg = np.stack([
         x["gamma"][:, 0] * np.sum(x["S"] * ds_out, axis=1)
         + z_in[m:].sum(0)
@@ -154,20 +171,26 @@ def test_every_equation_has_its_number_and_anchor():
 def test_code_cites_equations_that_exist():
     known = set(re.findall(r"\\tag\{(\d+)\}", (DOCS / "math.md").read_text()))
     for path in (DOCS.parent / "jfla").rglob("*.py"):
-        for cited in re.findall(r"math\.md,\s+equations?\s+([^;.:]*)", path.read_text()):
+        for cited in re.findall(
+            r"math\.md,\s+equations?\s+([^;.:]*)", path.read_text()
+        ):
             assert set(re.findall(r"\d+", cited)) <= known, (path, cited)
 
 
 def test_files_that_the_documentation_names_exist():
     for page in DOCS.rglob("*.md"):
-        for name in re.findall(r"`((?:jfla|tests|docs|notebooks)/[\w./]+)`", page.read_text()):
+        for name in re.findall(
+            r"`((?:jfla|tests|docs|notebooks)/[\w./]+)`", page.read_text()
+        ):
             assert (DOCS.parent / name).exists(), (page.name, name)
 
 
 @pytest.mark.parametrize("page", ["index.md", "usage.md"])
 def test_examples_run_and_print_what_they_say(page, capsys):
     blocks = re.findall(
-        r"^```python\n(.*?)^```", (DOCS / page).read_text(), flags=re.DOTALL | re.MULTILINE
+        r"^```python\n(.*?)^```",
+        (DOCS / page).read_text(),
+        flags=re.DOTALL | re.MULTILINE,
     )
     names: dict[str, object] = {}
     said = []

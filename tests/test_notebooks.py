@@ -36,7 +36,10 @@ def test_there_are_notebooks():
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)
 def test_text_and_rendered_notebook_agree(source: pathlib.Path):
-    cells = [(cell["cell_type"], "".join(cell["source"]).strip()) for cell in rendered(source)]
+    cells = [
+        (cell["cell_type"], "".join(cell["source"]).strip())
+        for cell in rendered(source)
+    ]
     assert cells == cells_of_text(source)
 
 
@@ -51,10 +54,12 @@ def test_rendered_notebook_ran_to_its_end(source: pathlib.Path):
         "execute_result",
     }
     pictures = [
-        any("image/png" in output.get("data", {}) for output in cell["outputs"]) for cell in code
+        any("image/png" in output.get("data", {}) for output in cell["outputs"])
+        for cell in code
     ]
     assert pictures == [
-        any("plt.show()" in x or "display(" in x for x in cell["source"]) for cell in code
+        any("plt.show()" in x or "display(" in x for x in cell["source"])
+        for cell in code
     ]
     assert any(pictures)
     assert all(output.get("name") != "stderr" for output in outputs), (
@@ -67,7 +72,9 @@ def test_rendered_notebook_ran_to_its_end(source: pathlib.Path):
 def test_badge_and_installation(source: pathlib.Path):
     (_, title), (_, install), *_ = cells_of_text(source)
     assert install == cells_of_text(SOURCES[0])[1][1]
-    repository = re.search(r'^REPOSITORY = "https://github.com/(.+)"$', install, re.MULTILINE)
+    repository = re.search(
+        r'^REPOSITORY = "https://github.com/(.+)"$', install, re.MULTILINE
+    )
     assert repository is not None
     badge = f"https://colab.research.google.com/github/{repository[1]}/blob/main/notebooks/{source.stem}.ipynb"
     assert f"]({badge})" in title

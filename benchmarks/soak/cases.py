@@ -11,7 +11,10 @@ from benchmarks.internals import CHUNK
 Arrays = dict[str, np.ndarray]
 
 MAIN = ("q", "k", "v", "g", "beta")
-GATE = ("a_log", "dt_bias")  # arrays of heads alone: batch and time are summed in their gradients
+GATE = (
+    "a_log",
+    "dt_bias",
+)  # arrays of heads alone: batch and time are summed in their gradients
 TRANSFORMS = ("jit", "grad", "checkpoint", "vmap")
 SPLIT = "shard_map"  # one more transform, where there are several devices
 DECAYS = ("none", "weak", "usual", "strong", "mixed", "bounded")
@@ -166,7 +169,9 @@ def draw_arrays(case: Case) -> tuple[Arrays, np.ndarray | None, Arrays]:
     rng = np.random.default_rng(numbers.seed)
     tokens = (call.batch, call.time)
     values = (*tokens, call.value_heads)
-    per_token = (call.value_heads, call.key_dim) if call.op == "kda" else (call.value_heads,)
+    per_token = (
+        (call.value_heads, call.key_dim) if call.op == "kda" else (call.value_heads,)
+    )
     keys = (*tokens, call.heads, call.key_dim)
     x = {
         "q": _unit(rng.standard_normal(keys)),
@@ -189,7 +194,10 @@ def draw_arrays(case: Case) -> tuple[Arrays, np.ndarray | None, Arrays]:
         x["initial_state"] = rng.standard_normal(call.state_shape)
     ids = None
     if call.segments:
-        rows = [_ids(rng, call.time, call.segments, numbers.layout) for _ in range(call.batch)]
+        rows = [
+            _ids(rng, call.time, call.segments, numbers.layout)
+            for _ in range(call.batch)
+        ]
         ids = np.stack(rows)
     cotangents = {"output": rng.standard_normal(x["v"].shape)}
     if call.final:
@@ -198,7 +206,9 @@ def draw_arrays(case: Case) -> tuple[Arrays, np.ndarray | None, Arrays]:
 
 
 def _rounded(call: Call, arrays: Arrays) -> Arrays:
-    return {name: a.astype(jnp.dtype(call.dtype_of(name))) for name, a in arrays.items()}
+    return {
+        name: a.astype(jnp.dtype(call.dtype_of(name))) for name, a in arrays.items()
+    }
 
 
 def _unit(x: np.ndarray) -> np.ndarray:
@@ -221,12 +231,16 @@ def _decays(rng: np.random.Generator, x: np.ndarray, kind: str) -> np.ndarray:
         return -30.0 * rng.random(x.shape)
     if kind == "mixed":
         runs = -(-x.shape[1] // RUN)
-        size = rng.choice([0.0, 1e-3, 1.0, 50.0, 1000.0], (x.shape[0], runs, *x.shape[2:]))
+        size = rng.choice(
+            [0.0, 1e-3, 1.0, 50.0, 1000.0], (x.shape[0], runs, *x.shape[2:])
+        )
         return -np.repeat(size, RUN, axis=1)[:, : x.shape[1]]
     return log_sigmoid / 16 if kind == "weak" else log_sigmoid
 
 
-def _betas(rng: np.random.Generator, shape: Any, call: Call, numbers: Numbers) -> np.ndarray:
+def _betas(
+    rng: np.random.Generator, shape: Any, call: Call, numbers: Numbers
+) -> np.ndarray:
     """In 0 to 1, or 0, 1 and 2 alone; or logits of normal size."""
     if call.beta_max is not None:
         return 2.0 * rng.standard_normal(shape)
@@ -246,4 +260,6 @@ def _ids(rng: np.random.Generator, time: int, segments: int, layout: str) -> np.
         ends = np.sort(rng.integers(0, used + 1, segments))
         ends[-1] = used
     ids = 1 + np.searchsorted(np.maximum(ends, 0), np.arange(time), side="right")
-    return np.where(np.arange(time) < used, np.minimum(ids, segments), 0).astype(np.int32)
+    return np.where(np.arange(time) < used, np.minimum(ids, segments), 0).astype(
+        np.int32
+    )

@@ -16,7 +16,16 @@ import numpy as np
 from jax import lax
 
 import jfla
-from benchmarks.soak.cases import GATE, MAIN, MAPPED, Arrays, Call, Case, Numbers, draw_arrays
+from benchmarks.soak.cases import (
+    GATE,
+    MAIN,
+    MAPPED,
+    Arrays,
+    Call,
+    Case,
+    Numbers,
+    draw_arrays,
+)
 
 # Relative errors that 16-bit inputs may cost; what is not named here, 8e-3.
 FLOORS = {"output": 5e-3, "final_state": 5e-3, "dg": 1.5e-2, "dbeta": 1.5e-2}
@@ -70,7 +79,9 @@ def _values(call: Call, implementation: str | None, x: Any, ids: Any) -> dict[st
     return {name: a for name, a in out._asdict().items() if a is not None}
 
 
-def _differentiated(forward: Callable[[Any], Any], x: Any, cotangents: Any) -> dict[str, Any]:
+def _differentiated(
+    forward: Callable[[Any], Any], x: Any, cotangents: Any
+) -> dict[str, Any]:
     out, adjoint = jax.vjp(forward, x)
     return out | {f"d{name}": a for name, a in adjoint(cotangents)[0].items()}
 
@@ -87,7 +98,9 @@ def compiled(call: Call, implementation: str | None) -> Compiled:
         if call.transform == "checkpoint":
             return _differentiated(jax.checkpoint(forward), x, cotangents)
         if call.transform == "shard_map":
-            return _differentiated(_over_devices(call, implementation, x, ids), x, cotangents)
+            return _differentiated(
+                _over_devices(call, implementation, x, ids), x, cotangents
+            )
         return _differentiated(forward, x, cotangents)
 
     return jax.jit(_mapped(run) if call.transform == "vmap" else run)
@@ -105,7 +118,9 @@ def _mapped(run: Compiled) -> Compiled:
         others = jax.tree.map(split, (ids, cotangents))
         found = jax.vmap(lambda rows, others: run(rows | shared, *others))(rows, others)
         return {
-            name: a.sum(axis=0) if name.removeprefix("d") in GATE else a.reshape(-1, *a.shape[2:])
+            name: a.sum(axis=0)
+            if name.removeprefix("d") in GATE
+            else a.reshape(-1, *a.shape[2:])
             for name, a in found.items()
         }
 
@@ -168,13 +183,19 @@ def exact(call: Call) -> Callable[[Arrays, Any, Arrays], Arrays]:
         def forward(x: Any) -> dict[str, Any]:
             return _recurrence(call, x, ids)
 
-        return forward(x) if call.transform == "jit" else _differentiated(forward, x, cotangents)
+        return (
+            forward(x)
+            if call.transform == "jit"
+            else _differentiated(forward, x, cotangents)
+        )
 
     jitted = jax.jit(run)
 
     def call_(x: Arrays, ids: Any, cotangents: Arrays) -> Arrays:
         with jax.enable_x64(True):
-            wide = jax.tree.map(lambda a: jnp.asarray(a.astype(np.float64)), (x, cotangents))
+            wide = jax.tree.map(
+                lambda a: jnp.asarray(a.astype(np.float64)), (x, cotangents)
+            )
             found = jitted(wide[0], ids, wide[1])
             return {name: np.asarray(a) for name, a in found.items()}
 
@@ -191,16 +212,22 @@ def _recurrence(call: Call, x: Any, ids: Any) -> dict[str, Any]:
 
     def blocks(a: Any) -> Any:
         a = jnp.pad(a, ((0, 0), (0, rest), *[(0, 0)] * (a.ndim - 2)))
-        return jnp.moveaxis(a.reshape(call.batch, -1, min(BLOCK, call.time), *a.shape[2:]), 1, 0)
+        return jnp.moveaxis(
+            a.reshape(call.batch, -1, min(BLOCK, call.time), *a.shape[2:]), 1, 0
+        )
 
     slots = call.segments or 1
     shape = (call.batch, slots, call.group, call.key_dim, call.value_dim)
-    state = jnp.zeros(shape) if call.state is None else x["initial_state"].reshape(shape)
+    state = (
+        jnp.zeros(shape) if call.state is None else x["initial_state"].reshape(shape)
+    )
 
     @jax.checkpoint
     def body(state: Any, tokens: Any) -> tuple[Any, Any]:
         ids, *main = tokens
-        out = op(*main, gate=_gate(call, x), initial_state=state, segment_ids=ids, **static)
+        out = op(
+            *main, gate=_gate(call, x), initial_state=state, segment_ids=ids, **static
+        )
         return out.final_state, out.output
 
     tokens = (blocks(ids), *(blocks(x[name]) for name in MAIN))
@@ -223,7 +250,11 @@ def error(got: np.ndarray, want: np.ndarray) -> float:
     step = float(jnp.finfo(got.dtype).smallest_subnormal)
     want = np.where(np.abs(want) < step / 2, 0.0, want)
     difference = np.linalg.norm(got.astype(np.float64) - want)
-    return 0.0 if difference <= UNDERFLOW else float(difference / max(np.linalg.norm(want), 1e-300))
+    return (
+        0.0
+        if difference <= UNDERFLOW
+        else float(difference / max(np.linalg.norm(want), 1e-300))
+    )
 
 
 def floor(call: Call, name: str, dtype: np.dtype) -> float:
@@ -274,7 +305,11 @@ class Checked:
             return []
         of_tokens = ("output", *(f"d{name}" for name in MAIN))
         names = [name for name in of_tokens if name in found]
-        return [f"{name} is not 0 on padding" for name in names if found[name][ids == 0].any()]
+        return [
+            f"{name} is not 0 on padding"
+            for name in names
+            if found[name][ids == 0].any()
+        ]
 
     def _of_others(self, found: Arrays, arrays: Any, numbers: Numbers) -> list[str]:
         """Other tokens from some t on in the first row, and other rows."""

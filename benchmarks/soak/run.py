@@ -44,7 +44,9 @@ class Plan:
     implementation: str | None = None  # None: the one that a user's call takes
     cases: int | None = None
     each: int = 4  # cases of every compiled call
-    interpret: bool = False  # kernels run on the CPU in interpret mode, a few small cases a minute
+    interpret: bool = (
+        False  # kernels run on the CPU in interpret mode, a few small cases a minute
+    )
     out: pathlib.Path = pathlib.Path("soak_failure.py")
 
 
@@ -54,8 +56,12 @@ class Tally:
 
     cases: int = 0
     failures: int = 0
-    by: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
-    refused: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    by: collections.Counter[str] = dataclasses.field(
+        default_factory=collections.Counter
+    )
+    refused: collections.Counter[str] = dataclasses.field(
+        default_factory=collections.Counter
+    )
 
     def rate(self, seconds: float) -> str:
         """Cases, how many a minute, failures."""
@@ -164,7 +170,9 @@ def write_failure(plan: Plan, case: Case, wrong: list[str]) -> None:
     plan.out.write_text(text)
 
 
-def reproduce(case: Case, implementation: str | None = None, interpret: bool = False) -> int:
+def reproduce(
+    case: Case, implementation: str | None = None, interpret: bool = False
+) -> int:
     """Runs one case and prints what is wrong with it: 1 if anything is, else 0."""
     with _mode(interpret):
         wrong = Checked(case.call, implementation).problems(case.numbers)
@@ -174,14 +182,29 @@ def reproduce(case: Case, implementation: str | None = None, interpret: bool = F
 
 def main(arguments: list[str] | None = None) -> int:
     """The command: 1 if a case failed, or none was run."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.soak", description=__doc__
+    )
     add = parser.add_argument
-    add("--minutes", type=float, default=Plan.minutes, help="begin no case after that time; 60")
+    add(
+        "--minutes",
+        type=float,
+        default=Plan.minutes,
+        help="begin no case after that time; 60",
+    )
     add("--seed", type=int, default=Plan.seed, help="0")
-    add("--implementation", choices=("pallas", "xla"), help="by name; that which a user gets")
-    add("--interpret", action="store_true", help="kernels on the CPU, in interpret mode")
+    add(
+        "--implementation",
+        choices=("pallas", "xla"),
+        help="by name; that which a user gets",
+    )
+    add(
+        "--interpret", action="store_true", help="kernels on the CPU, in interpret mode"
+    )
     add("--cases", type=int, help="stop after so many")
     add("--each", type=int, default=Plan.each, help="cases of every compiled call; 4")
     add("--out", type=pathlib.Path, default=Plan.out, help="of the first failure")
-    tally = run(Plan(**vars(parser.parse_args(arguments))), lambda text: print(text, flush=True))
+    tally = run(
+        Plan(**vars(parser.parse_args(arguments))), lambda text: print(text, flush=True)
+    )
     return int(tally.failures > 0 or tally.cases == 0)

@@ -57,7 +57,9 @@ def validate(
             f"got {return_states_every}"
         )
     every = int(return_states_every)
-    return inputs, dataclasses.replace(options, return_final_state=True, states_every=every)
+    return inputs, dataclasses.replace(
+        options, return_final_state=True, states_every=every
+    )
 
 
 def _validate(
@@ -159,7 +161,9 @@ def validate_recurrent(
     inputs, options = _validate(op, *arrays, **arguments, state_slots=state_slots)
     if not return_states:
         return inputs, options
-    return inputs, dataclasses.replace(options, return_final_state=True, return_states=True)
+    return inputs, dataclasses.replace(
+        options, return_final_state=True, return_states=True
+    )
 
 
 def _final_dtype(state_dtype: DTypeLike | None, arrays: dict[str, Array]) -> str | None:
@@ -246,7 +250,9 @@ def _check_gate_type(gate: Any) -> None:
             f"gate must be None, a SoftplusGate or a SigmoidGate, got {type(gate).__name__}"
         )
     if isinstance(gate, SoftplusGate) and gate.a_log is None:
-        raise ValueError("gate.a_log must be an array [HV] for a SoftplusGate, got None")
+        raise ValueError(
+            "gate.a_log must be an array [HV] for a SoftplusGate, got None"
+        )
     if isinstance(gate, SigmoidGate) and not (
         _is_number(gate.lower_bound) and gate.lower_bound < 0
     ):
@@ -259,7 +265,9 @@ def _as_array(name: str, x: Any) -> Array:
     if isinstance(x, jax.ShapeDtypeStruct):
         return cast(Array, x)  # `supported` asks about shapes without data
     if isinstance(x, np.ndarray) and not x.dtype.isnative:
-        x = x.astype(x.dtype.newbyteorder("="))  # JAX takes arrays in the machine's byte order only
+        x = x.astype(
+            x.dtype.newbyteorder("=")
+        )  # JAX takes arrays in the machine's byte order only
     try:
         return jnp.asarray(x)
     except (TypeError, ValueError) as error:
@@ -274,7 +282,11 @@ def _with_last_axis(x: Array) -> Array:
 
 def _as_int32(ids: Array | None) -> Array | None:
     """One dtype for everybody: id - 1 wraps around in an unsigned one, a position does not fit in a narrow one."""
-    return ids if ids is None or isinstance(ids, jax.ShapeDtypeStruct) else ids.astype(jnp.int32)
+    return (
+        ids
+        if ids is None or isinstance(ids, jax.ShapeDtypeStruct)
+        else ids.astype(jnp.int32)
+    )
 
 
 def _check_dtype(name: str, x: Array) -> None:
@@ -287,7 +299,9 @@ def _check_dtype(name: str, x: Array) -> None:
                 f"initial_state must be float32 or bfloat16 (or float64), got {x.dtype}"
             )
     elif x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64):
-        raise ValueError(f"{name} must be float32, bfloat16, float16 or float64, got {x.dtype}")
+        raise ValueError(
+            f"{name} must be float32, bfloat16, float16 or float64, got {x.dtype}"
+        )
 
 
 def _check_shapes(
@@ -299,9 +313,13 @@ def _check_shapes(
     for name, axes in (("q", "[B, T, H, K]"), ("v", "[B, T, HV, V]")):
         shape = arrays[name].shape
         if len(shape) != 4 or 0 in shape:
-            raise ValueError(f"{name} must be {axes} with no axis of length 0, got {_show(shape)}")
+            raise ValueError(
+                f"{name} must be {axes} with no axis of length 0, got {_show(shape)}"
+            )
     heads, value_heads = arrays["q"].shape[2], arrays["v"].shape[2]
-    for name, wanted, axes in _array_rules(op, arrays, num_segments, return_final_state):
+    for name, wanted, axes in _array_rules(
+        op, arrays, num_segments, return_final_state
+    ):
         if name in arrays and arrays[name].shape != wanted:
             raise ValueError(
                 f"{name} must be {axes} = {_show(wanted)}, got {_show(arrays[name].shape)}"
@@ -336,7 +354,9 @@ def _array_rules(
     if "state_slots" in arrays:
         yield "state_slots", (batch,), "[B]"
         if num_segments is not None:
-            raise ValueError(f"num_segments must be None with state_slots, got {num_segments}")
+            raise ValueError(
+                f"num_segments must be None with state_slots, got {num_segments}"
+            )
         if "initial_state" not in arrays:
             raise ValueError(
                 "initial_state must be a pool [P, HV, K, V] with state_slots, got None"
@@ -345,7 +365,9 @@ def _array_rules(
         yield "initial_state", (num_slots, *state), "[P, HV, K, V]"
     elif "segment_ids" not in arrays:
         if num_segments is not None:
-            raise ValueError(f"num_segments must be None without segment_ids, got {num_segments}")
+            raise ValueError(
+                f"num_segments must be None without segment_ids, got {num_segments}"
+            )
         yield "initial_state", (batch, *state), "[B, HV, K, V]"
     elif "initial_state" in arrays:
         given = arrays["initial_state"].shape
@@ -374,7 +396,9 @@ def _check_devices(arrays: dict[str, Array]) -> None:
         first = first or (name, devices)
         if devices != first[1]:
             here, there = (sorted(map(str, d)) for d in (devices, first[1]))
-            raise ValueError(f"{name} must be on the devices of {first[0]}, {there}, got {here}")
+            raise ValueError(
+                f"{name} must be on the devices of {first[0]}, {there}, got {here}"
+            )
 
 
 def _check_segment_ids(segment_ids: Array, num_segments: int | None) -> None:
@@ -383,9 +407,13 @@ def _check_segment_ids(segment_ids: Array, num_segments: int | None) -> None:
         return
     ids = np.asarray(segment_ids)
     if ids.min() < 0:
-        raise ValueError(f"segment_ids must be 1 .. S, or 0 for padding, got {ids.min()}")
+        raise ValueError(
+            f"segment_ids must be 1 .. S, or 0 for padding, got {ids.min()}"
+        )
     # Padding at the end counts as larger than every id.
-    step = np.diff(np.where(ids == 0, np.iinfo(np.int64).max, ids.astype(np.int64)), axis=1)
+    step = np.diff(
+        np.where(ids == 0, np.iinfo(np.int64).max, ids.astype(np.int64)), axis=1
+    )
     if (step < 0).any():
         row, token = np.argwhere(step < 0)[0]
         pair = f"{ids[row, token]} before {ids[row, token + 1]} at segment_ids[{row}, {token}:{token + 2}]"

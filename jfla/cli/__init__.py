@@ -3,7 +3,14 @@
 import importlib.util
 import sys
 
-_PACKAGES = ("typer", "rich", "optax", "orbax", "grain", "matplotlib")  # the extra `cli`
+_PACKAGES = (
+    "typer",
+    "rich",
+    "optax",
+    "orbax",
+    "grain",
+    "matplotlib",
+)  # the extra `cli`
 
 
 def main() -> None:
@@ -12,7 +19,10 @@ def main() -> None:
     if missing:
         packages = ", ".join(missing)
         remedy = "pip install 'jfla[cli]'"
-        print(f"jfla's command line needs {packages}. Install it with: {remedy}", file=sys.stderr)
+        print(
+            f"jfla's command line needs {packages}. Install it with: {remedy}",
+            file=sys.stderr,
+        )
         sys.exit(1)
     from jfla.cli.app import app
 

@@ -9,7 +9,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_show_locals=False)
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, pretty_exceptions_show_locals=False
+)
 
 
 # What a folder can be the reason of; nothing else is said without its traceback.
@@ -61,7 +63,9 @@ def info() -> None:
 
 @app.command()
 def demo(
-    op: Annotated[Op, typer.Option(help="Kimi Delta Attention or Gated DeltaNet.")] = Op.kda,
+    op: Annotated[
+        Op, typer.Option(help="Kimi Delta Attention or Gated DeltaNet.")
+    ] = Op.kda,
     steps: Annotated[
         int, typer.Option(min=1, help="Training steps of each of the two models.")
     ] = 150,
@@ -73,7 +77,9 @@ def demo(
         Implementation | None,
         typer.Option(help="Implementation of the op; chosen by itself when left out."),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of parameters, data and sampling.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Seed of parameters, data and sampling.")
+    ] = 0,
     mesh: Annotated[
         str | None,
         typer.Option(
@@ -90,7 +96,8 @@ def demo(
         int | None, typer.Option(min=1, help="With HOST:PORT: how many there are.")
     ] = None,
     process_id: Annotated[
-        int | None, typer.Option(min=0, help="With HOST:PORT: which this one is, from 0.")
+        int | None,
+        typer.Option(min=0, help="With HOST:PORT: which this one is, from 0."),
     ] = None,
 ) -> None:
     """Train two small models here: one on Python's own source, one on associative recall.
@@ -114,24 +121,34 @@ def demo(
 @app.command()
 def generate(
     model: Annotated[
-        pathlib.Path, typer.Option(help="Folder of a published model: config.json, .safetensors.")
+        pathlib.Path,
+        typer.Option(help="Folder of a published model: config.json, .safetensors."),
     ],
     prompt: Annotated[
-        str, typer.Option(help='Text; or token ids, "12 7 301", where there is no tokenizer.')
+        str,
+        typer.Option(
+            help='Text; or token ids, "12 7 301", where there is no tokenizer.'
+        ),
     ],
-    max_tokens: Annotated[int, typer.Option(min=1, help="End after so many tokens.")] = 256,
+    max_tokens: Annotated[
+        int, typer.Option(min=1, help="End after so many tokens.")
+    ] = 256,
     temperature: Annotated[
-        float | None, typer.Option(min=0, help="0: always the likeliest; the authors' or 1.")
+        float | None,
+        typer.Option(min=0, help="0: always the likeliest; the authors' or 1."),
     ] = None,
     top_k: Annotated[
         int | None, typer.Option(min=1, help="Of the k likeliest; the authors' or all.")
     ] = None,
     top_p: Annotated[
         float | None,
-        typer.Option(help="Of the likeliest with p of the probability; the authors' or all."),
+        typer.Option(
+            help="Of the likeliest with p of the probability; the authors' or all."
+        ),
     ] = None,
     dtype: Annotated[
-        DType | None, typer.Option(help="As published, float32 on a CPU, when left out.")
+        DType | None,
+        typer.Option(help="As published, float32 on a CPU, when left out."),
     ] = None,
     implementation: Annotated[
         Implementation | None,
@@ -163,7 +180,8 @@ def generate(
 @app.command()
 def finetune(
     model: Annotated[
-        pathlib.Path, typer.Option(help="Folder of a published model: config.json, .safetensors.")
+        pathlib.Path,
+        typer.Option(help="Folder of a published model: config.json, .safetensors."),
     ],
     data: Annotated[
         pathlib.Path,
@@ -175,12 +193,17 @@ def finetune(
     ],
     out: Annotated[
         pathlib.Path,
-        typer.Option(file_okay=False, help="Folder of checkpoints, curve and the model."),
+        typer.Option(
+            file_okay=False, help="Folder of checkpoints, curve and the model."
+        ),
     ] = pathlib.Path("jfla-finetune"),
-    full: Annotated[bool, typer.Option("--full", help="Train all parameters, not LoRA's.")] = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="Train all parameters, not LoRA's.")
+    ] = False,
     rank: Annotated[int, typer.Option(min=1, help="Of LoRA's updates.")] = 16,
     steps: Annotated[
-        int | None, typer.Option(min=1, help="Training steps; three passes when left out.")
+        int | None,
+        typer.Option(min=1, help="Training steps; three passes when left out."),
     ] = None,
     rows: Annotated[
         int | None, typer.Option(min=1, help="Rows of packed documents a step.")
@@ -190,9 +213,12 @@ def finetune(
         float | None, typer.Option(min=0, help="Largest; 2e-4, or 1e-5 with --full.")
     ] = None,
     dtype: Annotated[
-        DType | None, typer.Option(help="As published, float32 on a CPU, when left out.")
+        DType | None,
+        typer.Option(help="As published, float32 on a CPU, when left out."),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of LoRA and the order of rows.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Seed of LoRA and the order of rows.")
+    ] = 0,
 ) -> None:
     """Go on training a published model on documents, and save it in the format it came in.
 
@@ -220,13 +246,19 @@ def finetune(
 
 @app.command()
 def serve_demo(
-    op: Annotated[Op, typer.Option(help="Kimi Delta Attention or Gated DeltaNet.")] = Op.kda,
-    requests: Annotated[int, typer.Option(min=1, help="Random requests, of any length.")] = 32,
+    op: Annotated[
+        Op, typer.Option(help="Kimi Delta Attention or Gated DeltaNet.")
+    ] = Op.kda,
+    requests: Annotated[
+        int, typer.Option(min=1, help="Random requests, of any length.")
+    ] = 32,
     slots: Annotated[int, typer.Option(min=1, help="Requests that run at a time.")] = 8,
     out: Annotated[
         pathlib.Path, typer.Option(file_okay=False, help="Folder of the picture.")
     ] = pathlib.Path("jfla-demo"),
-    seed: Annotated[int, typer.Option(min=0, help="Seed of parameters and requests.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Seed of parameters and requests.")
+    ] = 0,
 ) -> None:
     """Serve random requests from a pool of states: throughput and latency, one at a time and many."""
     from jfla.cli.serve import Workload, run
@@ -238,7 +270,9 @@ def serve_demo(
 def bench(
     sets: Annotated[
         list[str] | None,
-        typer.Option("--set", help="paper and decode on a GPU, else quick; or fla, ..."),
+        typer.Option(
+            "--set", help="paper and decode on a GPU, else quick; or fla, ..."
+        ),
     ] = None,
     shapes: Annotated[
         list[str] | None,
@@ -248,30 +282,39 @@ def bench(
         list[str] | None, typer.Option("--op", help="kda, gdn; both when left out.")
     ] = None,
     passes: Annotated[
-        list[str] | None, typer.Option("--pass", help="forward, backward, decode, ...; all.")
+        list[str] | None,
+        typer.Option("--pass", help="forward, backward, decode, ...; all."),
     ] = None,
     gates: Annotated[
         list[str] | None,
-        typer.Option("--gate", help="production, published, recorded, strong, ...; production."),
+        typer.Option(
+            "--gate", help="production, published, recorded, strong, ...; production."
+        ),
     ] = None,
     implementations: Annotated[
         list[str] | None,
         typer.Option(
-            "--implementation", help="pallas, xla, fla, ...; all that can run and are fast here."
+            "--implementation",
+            help="pallas, xla, fla, ...; all that can run and are fast here.",
         ),
     ] = None,
     json: Annotated[
-        pathlib.Path | None, typer.Option(help="Rows are added to this file as they come.")
+        pathlib.Path | None,
+        typer.Option(help="Rows are added to this file as they come."),
     ] = None,
     repeats: Annotated[
-        int, typer.Option(min=0, help="Samples of each time; 0: 7 on a GPU, 3 elsewhere.")
+        int,
+        typer.Option(min=0, help="Samples of each time; 0: 7 on a GPU, 3 elsewhere."),
     ] = 0,
-    plot: Annotated[pathlib.Path | None, typer.Option(help="Draw the times: .svg or .png.")] = None,
-    seconds: Annotated[float, typer.Option(min=0, help="Begin no case after that time.")] = float(
-        "inf"
-    ),
+    plot: Annotated[
+        pathlib.Path | None, typer.Option(help="Draw the times: .svg or .png.")
+    ] = None,
+    seconds: Annotated[
+        float, typer.Option(min=0, help="Begin no case after that time.")
+    ] = float("inf"),
     readme: Annotated[
-        Readme | None, typer.Option(help="Measure nothing; write or check the generated pages.")
+        Readme | None,
+        typer.Option(help="Measure nothing; write or check the generated pages."),
     ] = None,
 ) -> None:
     """Measure the ops and their peers on this machine: time, error, memory. Options can be given several times."""

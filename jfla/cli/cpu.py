@@ -9,9 +9,15 @@ def cpu_name() -> str:
     try:
         with open("/proc/cpuinfo") as file:
             model = next(
-                line.split(":", 1)[1].strip() for line in file if line.startswith("model name")
+                line.split(":", 1)[1].strip()
+                for line in file
+                if line.startswith("model name")
             )
     except (OSError, StopIteration):
         model = platform.processor() or platform.machine()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = (
+        len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count()
+    )
     return f"{model}, {cores} cores"

@@ -94,7 +94,11 @@ def _placed(x: np.ndarray, size: int) -> np.ndarray | jax.Array:
     """An array of `size` rows on the devices of the mesh, from those of this process."""
     shape = (size, *x.shape[1:])
     sharding = placement((BATCH, None), shape)
-    return x if sharding is None else jax.make_array_from_process_local_data(sharding, x, shape)
+    return (
+        x
+        if sharding is None
+        else jax.make_array_from_process_local_data(sharding, x, shape)
+    )
 
 
 def load_corpus(folder: pathlib.Path | None = None) -> Corpus:
@@ -141,7 +145,9 @@ def batches(
     def drawn(_: int, rng: np.random.Generator) -> Batch:
         return jax.tree.map(lambda x: x[0], row(rng))
 
-    return Batches(grain.MapDataset.range(size * steps).seed(seed).random_map(drawn), size)
+    return Batches(
+        grain.MapDataset.range(size * steps).seed(seed).random_map(drawn), size
+    )
 
 
 def text_rows(
@@ -156,7 +162,9 @@ def text_rows(
 def recall_rows(rng: np.random.Generator, rows: int, time: int) -> Batch:
     """Pairs, then queries. Each row draws keys and values anew: nothing is learned by heart."""
     if time <= 2 * PAIRS:
-        raise ValueError(f"time must be above {2 * PAIRS}, the length of {PAIRS} pairs, got {time}")
+        raise ValueError(
+            f"time must be above {2 * PAIRS}, the length of {PAIRS} pairs, got {time}"
+        )
     shuffled = np.argsort(rng.random((rows, SYMBOLS)), axis=1)
     keys = FIRST_KEY + shuffled[:, :PAIRS]
     values = FIRST_VALUE + rng.integers(SYMBOLS, size=(rows, PAIRS))

@@ -65,7 +65,11 @@ def run(
     if mesh_shape is None and jax.process_count() > 1:
         mesh_shape = {"data": jax.device_count(), "sequence": 1, "model": 1}
     if mesh_shape is not None:
-        sizes = {"rows": settings.rows, "time": settings.time, "num_heads": settings.num_heads}
+        sizes = {
+            "rows": settings.rows,
+            "time": settings.time,
+            "num_heads": settings.num_heads,
+        }
         mesh.check(mesh_shape, **sizes)
     _check_implementation(settings, implementation)
     processes.agree("options", repr((settings, steps, implementation, mesh_shape)))
@@ -80,7 +84,9 @@ def run(
         return results
     started = time.perf_counter()
     corpus = _corpus(console)
-    processes.agree("source of Python", corpus.train.tobytes() + corpus.held_out.tobytes())
+    processes.agree(
+        "source of Python", corpus.train.tobytes() + corpus.held_out.tobytes()
+    )
     source = f"{corpus.files} files of Python's own source"
     console.print(f"{_NAMES[op]}, {steps} steps of text ({source}) and of recall")
     results = {"steps": steps, "byte_entropy": _entropy(corpus.train)}
@@ -103,7 +109,11 @@ def run(
 
 
 def _trained(
-    training: Run, task: Task, settings: Settings, results: dict[str, Any], console: Console
+    training: Run,
+    task: Task,
+    settings: Settings,
+    results: dict[str, Any],
+    console: Console,
 ) -> DeltaLM:
     """Does a run's steps, adds to `results` what came of them, and returns the model, gathered."""
     try:
@@ -121,7 +131,9 @@ def _num_parameters(model: DeltaLM) -> int:
     return sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
 
 
-def _plot(out: pathlib.Path, name: str, results: dict[str, Any], curves: dict[str, Curves]) -> None:
+def _plot(
+    out: pathlib.Path, name: str, results: dict[str, Any], curves: dict[str, Curves]
+) -> None:
     millions = results["parameters"] / 1e6
     plot.draw(
         out / "loss.png",
@@ -141,7 +153,9 @@ def _corpus(console: Console) -> data.Corpus:
         raise SystemExit(1) from None
 
 
-def _check_implementation(settings: Settings, implementation: Implementation | None) -> None:
+def _check_implementation(
+    settings: Settings, implementation: Implementation | None
+) -> None:
     """Training calls the chunked form, sampling the recurrent one."""
     if implementation != "pallas":
         return
@@ -160,7 +174,9 @@ def _tasks(settings: Settings, corpus: data.Corpus, steps: int) -> list[Task]:
     recall = functools.partial(data.recall_rows, **sizes)
     text = functools.partial(data.text_rows, text=corpus.train, **sizes)
     held_out = functools.partial(data.text_rows, text=corpus.held_out, **sizes)
-    train_seed, test_seed = map(int, np.random.SeedSequence(settings.seed).generate_state(2))
+    train_seed, test_seed = map(
+        int, np.random.SeedSequence(settings.seed).generate_state(2)
+    )
 
     def task(name: str, train: Row, test: Row) -> Task:
         return Task(
@@ -175,8 +191,12 @@ def _tasks(settings: Settings, corpus: data.Corpus, steps: int) -> list[Task]:
 def _sample(model: DeltaLM, seed: int) -> str:
     """Text that the model writes behind `_PROMPT`, one byte at a time with a carried state."""
     prompt = jnp.array([list(_PROMPT.encode())])
-    tokens = model.generate(prompt, _SAMPLED, key=jax.random.key(seed), temperature=0.7, top_k=40)
-    return _PROMPT + bytes(np.asarray(tokens[0], np.uint8)).decode("ascii", errors="replace")
+    tokens = model.generate(
+        prompt, _SAMPLED, key=jax.random.key(seed), temperature=0.7, top_k=40
+    )
+    return _PROMPT + bytes(np.asarray(tokens[0], np.uint8)).decode(
+        "ascii", errors="replace"
+    )
 
 
 def _entropy(text: UInt8[np.ndarray, " n"]) -> float:

@@ -59,7 +59,9 @@ def _document(found: Any, tokenizer: Tokenizer, stop: tuple[int, ...]) -> Docume
         completion = _tokens(found["completion"], tokenizer, stop, special=False)
     elif keys & {"text", "tokens"}:
         prompt = []
-        completion = _tokens(found["text" if "text" in keys else "tokens"], tokenizer, stop)
+        completion = _tokens(
+            found["text" if "text" in keys else "tokens"], tokenizer, stop
+        )
     else:
         raise ValueError(f"a document must be {_FORMS}, got {str(found)[:60]}")
     tokens = np.array([*prompt, *completion], np.int64)
@@ -73,7 +75,9 @@ def _tokens(
         return [*tokenizer.encode(value, special=special), *stop[:1]]
     if isinstance(value, list) and all(type(token) is int for token in value):
         return value
-    raise ValueError(f"a text or a list of token ids was expected, got {str(value)[:60]}")
+    raise ValueError(
+        f"a text or a list of token ids was expected, got {str(value)[:60]}"
+    )
 
 
 def _check(document: Document, vocab_size: int) -> None:

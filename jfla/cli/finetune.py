@@ -95,7 +95,11 @@ def run(options: Options, console: Console) -> dict[str, Any]:
         model = load_hf(options.model, prepared.config)
         trained = _trained(model, options, plan)
         console.print(plan.table())
-        rate = adamw(settings.learning_rate, prepared.steps, max(1, min(20, prepared.steps // 10)))
+        rate = adamw(
+            settings.learning_rate,
+            prepared.steps,
+            max(1, min(20, prepared.steps // 10)),
+        )
         optimizer = nnx.Optimizer(model, rate, wrt=trained)
         training = Run(model, optimizer, prepared.steps, options.out / "checkpoints")
         dataset = documents.batches(prepared.rows, settings.rows, settings.seed)
@@ -134,7 +138,11 @@ def _prepare(options: Options, plan: published.Plan) -> Prepared:
     packed = documents.pack(found, length, options.seed)
     rows = _rows(options, len(packed), length, plan)
     steps = options.steps or math.ceil(_PASSES * len(packed) / rows)
-    plan.add("steps", steps, "--steps" if options.steps else f"{_PASSES} passes over the data")
+    plan.add(
+        "steps",
+        steps,
+        "--steps" if options.steps else f"{_PASSES} passes over the data",
+    )
     rate = options.learning_rate or _RATES[options.full]
     kind = "all parameters" if options.full else "LoRA"
     why = "--learning-rate" if options.learning_rate else f"usual for {kind}"
@@ -142,7 +150,9 @@ def _prepare(options: Options, plan: published.Plan) -> Prepared:
     plan.add("devices", *_devices(rows))
     # Updates below half a unit of a 16-bit parameter would be lost; what is not trained stays.
     parameters = jnp.float32 if options.full else config.param_dtype
-    config = dataclasses.replace(config, dtype=dtype, param_dtype=parameters, remat=True)
+    config = dataclasses.replace(
+        config, dtype=dtype, param_dtype=parameters, remat=True
+    )
     plan.add_ops(config, [published.Call("chunk", rows, length, packed=True)])
     settings = Settings(
         model=str(options.model.resolve()),
@@ -157,7 +167,9 @@ def _prepare(options: Options, plan: published.Plan) -> Prepared:
     return Prepared(config, packed, settings, steps)
 
 
-def _length(options: Options, found: list[documents.Document], plan: published.Plan) -> int:
+def _length(
+    options: Options, found: list[documents.Document], plan: published.Plan
+) -> int:
     """Tokens of a row."""
     sizes = [len(document.tokens) for document in found]
     longest = max(sizes)
@@ -168,7 +180,9 @@ def _length(options: Options, found: list[documents.Document], plan: published.P
         length = min(_LONGEST, -(-(longest - 1) // 64) * 64)
         why = f"the longest document in whole chunks of 64, at most {_LONGEST}"
     cut = sum(size > length + 1 for size in sizes)
-    text = f"{len(found):,} documents of {sum(sizes):,} tokens, the longest of {longest:,}"
+    text = (
+        f"{len(found):,} documents of {sum(sizes):,} tokens, the longest of {longest:,}"
+    )
     plan.add("documents", options.data.name, f"{text}; {cut:,} are cut into pieces")
     plan.add("tokens of a row", length, why)
     return length

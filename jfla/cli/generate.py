@@ -87,7 +87,11 @@ def device() -> tuple[str, str]:
     devices = jax.devices()
     first = devices[0]
     name = cpu_name() if first.platform == "cpu" else first.device_kind
-    why = "the only one" if len(devices) == 1 else f"one of {len(devices)}: there is one sequence"
+    why = (
+        "the only one"
+        if len(devices) == 1
+        else f"one of {len(devices)}: there is one sequence"
+    )
     return name, why
 
 
@@ -122,7 +126,10 @@ def _sampling(options: Options, plan: published.Plan) -> dict[str, Any]:
 
 
 def _show(
-    stream: Iterator[jax.Array], tokenizer: Tokenizer, stop: tuple[int, ...], text: Console
+    stream: Iterator[jax.Array],
+    tokenizer: Tokenizer,
+    stop: tuple[int, ...],
+    text: Console,
 ) -> tuple[list[int], Speed]:
     """Prints as tokens come. A stop token ends the text and is not part of it."""
     tokens: list[int] = []

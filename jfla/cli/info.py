@@ -61,7 +61,9 @@ def devices() -> Table:
     shown = table("Devices", "device", "kind", "compute capability")
     for device in jax.devices():
         kind = cpu_name() if device.platform == "cpu" else device.device_kind
-        shown.add_row(str(device), kind, str(getattr(device, "compute_capability", "-")))
+        shown.add_row(
+            str(device), kind, str(getattr(device, "compute_capability", "-"))
+        )
     return shown
 
 
@@ -72,7 +74,9 @@ def implementations() -> Table:
         time = _TOKENS if name.startswith("chunk") else 1
         for dtype in (jnp.bfloat16, jnp.float32):
             choice = explain(name, 1, time, _MIXER, dtype)
-            shown.add_row(name, jnp.dtype(dtype).name, choice.implementation, reason(choice))
+            shown.add_row(
+                name, jnp.dtype(dtype).name, choice.implementation, reason(choice)
+            )
     shown.caption = (
         f"T = {_TOKENS} (recurrent: 1), H = {_MIXER.num_heads}, K = V = {_MIXER.head_dim}. "
         "Other calls: jfla.explain."

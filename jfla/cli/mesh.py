@@ -11,7 +11,11 @@ from jfla.cli.refused import Refused
 from jfla.nn import DeltaLM
 from jfla.nn.sharding import BATCH, EMBED, HEADS, MLP, TIME, VOCAB
 
-AXES = ("data", "sequence", "model")  # outermost first: rows go over processes before time does
+AXES = (
+    "data",
+    "sequence",
+    "model",
+)  # outermost first: rows go over processes before time does
 _SPLIT_BY = {
     BATCH: "data",
     TIME: "sequence",
@@ -37,11 +41,17 @@ def parse(text: str) -> MeshShape:
     for part in text.split(","):
         name, _, size = (word.strip() for word in part.partition("="))
         if name not in AXES:
-            raise Refused("mesh", f"axes must be {', '.join(AXES)}, got {name!r} in {text!r}")
+            raise Refused(
+                "mesh", f"axes must be {', '.join(AXES)}, got {name!r} in {text!r}"
+            )
         if name in seen:
-            raise Refused("mesh", f"an axis must occur once, got {name} again in {text!r}")
+            raise Refused(
+                "mesh", f"an axis must occur once, got {name} again in {text!r}"
+            )
         if not (size.isascii() and size.isdecimal() and int(size) > 0):
-            raise Refused("mesh", f"{name} must be a whole number above 0, got {size!r}")
+            raise Refused(
+                "mesh", f"{name} must be a whole number above 0, got {size!r}"
+            )
         seen.add(name)
         shape[name] = int(size)
     return shape
@@ -65,7 +75,9 @@ def check(shape: MeshShape, *, rows: int, time: int, num_heads: int) -> None:
     }
     for axis, (length, what) in divided.items():
         if length % shape[axis]:
-            raise Refused("mesh", f"{axis} must divide the {length} {what}, got {shape[axis]}")
+            raise Refused(
+                "mesh", f"{axis} must divide the {length} {what}, got {shape[axis]}"
+            )
 
 
 @contextlib.contextmanager
@@ -84,7 +96,8 @@ def layout(shape: MeshShape | None) -> Iterator[None]:
     # An axis of one device has no name in the rules: with one, the op would look for the state of a
     # stretch of time before its own.
     rules = tuple(
-        (logical, axis if shape.get(axis, 1) > 1 else None) for logical, axis in _SPLIT_BY.items()
+        (logical, axis if shape.get(axis, 1) > 1 else None)
+        for logical, axis in _SPLIT_BY.items()
     )
     with jax.set_mesh(mesh), nnx.logical_axis_rules(rules):
         yield

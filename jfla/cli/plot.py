@@ -39,7 +39,9 @@ STYLE: Any = {
 }
 
 
-def smoothed(values: Sequence[float] | Float[np.ndarray, " n"]) -> Float[np.ndarray, " n"]:
+def smoothed(
+    values: Sequence[float] | Float[np.ndarray, " n"],
+) -> Float[np.ndarray, " n"]:
     """A centred Gaussian mean over about 1/50 of the steps; at the ends, over the steps there are.
 
     >>> print(smoothed([2.0, 2.0, 2.0]))
@@ -88,7 +90,9 @@ def draw_finetuning(
 def _two_panels(path: pathlib.Path, title: str) -> Iterator[tuple[Axes, Axes]]:
     """Two axes side by side, written as a PNG afterwards, whole or not at all."""
     with plt.rc_context(STYLE):
-        figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.6), dpi=150, layout="constrained")
+        figure, (left, right) = plt.subplots(
+            1, 2, figsize=(11, 4.6), dpi=150, layout="constrained"
+        )
         figure.suptitle(title, x=0.008, ha="left", fontsize=14, fontweight="bold")
         yield left, right
         temporary = path.with_name(f".{path.name}")
@@ -121,7 +125,9 @@ def _curve(axes: Axes, values: Float[np.ndarray, " n"], color: str, label: str) 
     """Every step faint, the mean strong, its last value written at its end."""
     steps = np.arange(1, len(values) + 1)
     mean = smoothed(values)
-    axes.plot(steps, values, color=color, alpha=0.22, linewidth=1, solid_capstyle="round")
+    axes.plot(
+        steps, values, color=color, alpha=0.22, linewidth=1, solid_capstyle="round"
+    )
     axes.plot(steps, mean, color=color, linewidth=2.4, solid_capstyle="round")
     axes.plot(
         steps[-1:],

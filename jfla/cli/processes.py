@@ -15,7 +15,9 @@ from jfla.cli.refused import Refused
 _LONGEST = 4096  # bytes of what the first process tells the others
 
 
-def start(coordinator: str | None, num_processes: int | None, process_id: int | None) -> None:
+def start(
+    coordinator: str | None, num_processes: int | None, process_id: int | None
+) -> None:
     """Joins the other processes, before anything is computed.
 
     `coordinator` is None for a single process, "HOST:PORT" of the process with id 0, or "auto" for
@@ -25,13 +27,20 @@ def start(coordinator: str | None, num_processes: int | None, process_id: int | 
     know.
     """
     if coordinator is None:
-        for option, value in (("num-processes", num_processes), ("process-id", process_id)):
+        for option, value in (
+            ("num-processes", num_processes),
+            ("process-id", process_id),
+        ):
             if value is not None:
-                raise Refused(option, f"--coordinator must be given with it, got {value} alone")
+                raise Refused(
+                    option, f"--coordinator must be given with it, got {value} alone"
+                )
         return
     if coordinator == "auto":
         if num_processes is not None or process_id is not None:
-            raise Refused("coordinator", "auto must come without --num-processes and --process-id")
+            raise Refused(
+                "coordinator", "auto must come without --num-processes and --process-id"
+            )
         try:
             jax.distributed.initialize()
         except ValueError as error:
@@ -42,11 +51,17 @@ def start(coordinator: str | None, num_processes: int | None, process_id: int | 
         return
     host, _, port = coordinator.rpartition(":")
     if not host or not port.isdecimal():
-        raise Refused("coordinator", f"it must be HOST:PORT or auto, got {coordinator!r}")
+        raise Refused(
+            "coordinator", f"it must be HOST:PORT or auto, got {coordinator!r}"
+        )
     if num_processes is None or process_id is None:
-        raise Refused("coordinator", "an address must come with --num-processes and --process-id")
+        raise Refused(
+            "coordinator", "an address must come with --num-processes and --process-id"
+        )
     if not 0 <= process_id < num_processes:
-        raise Refused("process-id", f"it must be in 0 .. {num_processes - 1}, got {process_id}")
+        raise Refused(
+            "process-id", f"it must be in 0 .. {num_processes - 1}, got {process_id}"
+        )
     jax.distributed.initialize(coordinator, num_processes, process_id)
 
 

@@ -37,7 +37,9 @@ def train(
     )
     steps = training.steps
     with Progress(*columns, console=console, speed_estimate_period=10) as progress:
-        bar = progress.add_task(name, total=steps, completed=training.step, note="compiling")
+        bar = progress.add_task(
+            name, total=steps, completed=training.step, note="compiling"
+        )
         note = _notes(progress, bar, tokens)
         for result in training.train(dataset, save_every):
             line = note(training.step, float(result.bits), float(result.accuracy))
@@ -45,7 +47,9 @@ def train(
                 console.print(f"{name} step {training.step}: {line}")
 
 
-def _notes(progress: Progress, bar: TaskID, tokens: int) -> Callable[[int, float, float], str]:
+def _notes(
+    progress: Progress, bar: TaskID, tokens: int
+) -> Callable[[int, float, float], str]:
     """What is written next to the bar; the speed is that since the first step, which compiles."""
     start = 0.0
     first_step: int | None = None

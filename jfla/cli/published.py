@@ -60,7 +60,9 @@ class Plan:
 
     def add_model(self, folder: pathlib.Path, config: Config) -> None:
         """The family and the kinds of layers."""
-        kinds = collections.Counter(_NAMES[type(layer.mixer)] for layer in config.layers)
+        kinds = collections.Counter(
+            _NAMES[type(layer.mixer)] for layer in config.layers
+        )
         layers = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
         settings = read_object(folder / "config.json")
         self.add("model", settings["model_type"], f"config.json: layers {layers}")
@@ -92,7 +94,9 @@ class Plan:
             for call in calls:
                 choice = explain(call, mixer, config.dtype, config.implementation)
                 size = f"B = {call.batch}, T = {call.time}"
-                self.add(f"{choice.name}, {size}", choice.implementation, info.reason(choice))
+                self.add(
+                    f"{choice.name}, {size}", choice.implementation, info.reason(choice)
+                )
 
 
 def explain(
@@ -101,7 +105,9 @@ def explain(
     """The choice of an implementation for a layer's call."""
     name = f"{call.form}_{_NAMES[type(mixer)].lower()}"
     try:
-        return info.explain(name, call.batch, call.time, mixer, dtype, call.packed, implementation)
+        return info.explain(
+            name, call.batch, call.time, mixer, dtype, call.packed, implementation
+        )
     except NotImplementedError as error:
         raise Refused("implementation", str(error)) from None
 
@@ -109,7 +115,9 @@ def explain(
 def read_config(folder: pathlib.Path, **changes: Any) -> Config:
     """The folder's configuration with some fields changed."""
     if not folder.is_dir():
-        raise ValueError(f"{folder} must be a folder with config.json and .safetensors files")
+        raise ValueError(
+            f"{folder} must be a folder with config.json and .safetensors files"
+        )
     return dataclasses.replace(hf_config(folder), **changes)
 
 
@@ -122,7 +130,9 @@ def stop_tokens(folder: pathlib.Path, vocab_size: int) -> tuple[tuple[int, ...],
             if found is None:
                 continue
             tokens = found if isinstance(found, list) else [found]
-            if not all(type(token) is int and 0 <= token < vocab_size for token in tokens):
+            if not all(
+                type(token) is int and 0 <= token < vocab_size for token in tokens
+            ):
                 raise ValueError(
                     f"eos_token_id of {folder / name} must be tokens in 0 .. {vocab_size - 1}, "
                     f"got {found!r}"
@@ -136,7 +146,9 @@ def sampling_defaults(folder: pathlib.Path) -> dict[str, Any]:
     settings = read_object(folder / "generation_config.json")
     if not settings.get("do_sample", False):
         return {}
-    found = {name: settings[name] for name in _SAMPLING if settings.get(name) is not None}
+    found = {
+        name: settings[name] for name in _SAMPLING if settings.get(name) is not None
+    }
     for name, value in found.items():
         kinds = (int,) if name == "top_k" else (int, float)
         if type(value) not in kinds:

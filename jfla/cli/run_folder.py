@@ -28,7 +28,8 @@ def claim(out: pathlib.Path, settings: Any) -> None:
         raise Refused("out", why)
     if not (out / _SETTINGS).exists():
         raise Refused(
-            "out", f"{out} must be a folder that all processes share, got one that is not"
+            "out",
+            f"{out} must be a folder that all processes share, got one that is not",
         )
 
 
@@ -41,11 +42,15 @@ def _claim(out: pathlib.Path, settings: Any) -> None:
         if found != wanted:
             other = ", ".join(f"{name} = {found[name]}" for name in differing)
             raise Refused(
-                "out", f"{out} holds a run with {other}: give another folder or remove this one"
+                "out",
+                f"{out} holds a run with {other}: give another folder or remove this one",
             )
         return
     if out.exists() and any(not child.name.startswith(".") for child in out.iterdir()):
-        raise Refused("out", f"{out} is not empty and not a folder of such a run: give another one")
+        raise Refused(
+            "out",
+            f"{out} is not empty and not a folder of such a run: give another one",
+        )
     out.mkdir(parents=True, exist_ok=True)
     write_json(path, wanted)
 

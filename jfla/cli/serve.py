@@ -76,7 +76,9 @@ def run(
     one, many = results[1], results[workload.slots]
     for alone, among in zip(one.requests, many.requests, strict=True):
         if alone.tokens != among.tokens:
-            raise RuntimeError(f"a request got {among.tokens} among others, {alone.tokens} alone")
+            raise RuntimeError(
+                f"a request got {among.tokens} among others, {alone.tokens} alone"
+            )
     out.mkdir(parents=True, exist_ok=True)
     draw(out / "serving.png", op, many, workload.slots)
     _show(console, results, out)
@@ -133,12 +135,18 @@ def waits(served: Served) -> np.ndarray:
 def gaps(served: Served) -> np.ndarray:
     """Seconds a token of every request that has several, from its first to its last."""
     several = [x for x in served.requests if len(x.tokens) > 1]
-    return np.array([((x.last or 0.0) - (x.first or 0.0)) / (len(x.tokens) - 1) for x in several])
+    return np.array(
+        [((x.last or 0.0) - (x.first or 0.0)) / (len(x.tokens) - 1) for x in several]
+    )
 
 
 def _show(console: Console, results: dict[int, Served], out: pathlib.Path) -> None:
     table = Table(
-        "at a time", "tokens/s", "first token, median", "slowest", "between tokens, median"
+        "at a time",
+        "tokens/s",
+        "first token, median",
+        "slowest",
+        "between tokens, median",
     )
     for slots, served in results.items():
         first = waits(served)
@@ -151,13 +159,17 @@ def _show(console: Console, results: dict[int, Served], out: pathlib.Path) -> No
         )
     number = len(next(iter(results.values())).requests)
     console.print(table)
-    console.print(f"{number} requests, each with the tokens that it gets alone; {out}/serving.png")
+    console.print(
+        f"{number} requests, each with the tokens that it gets alone; {out}/serving.png"
+    )
 
 
 def draw(path: pathlib.Path, op: str, served: Served, slots: int) -> None:
     """Writes a PNG: when each request waited and ran, and how many ran together."""
     with plt.rc_context(plot.STYLE):
-        figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.6), dpi=150, layout="constrained")
+        figure, (left, right) = plt.subplots(
+            1, 2, figsize=(11, 4.6), dpi=150, layout="constrained"
+        )
         speed = served.tokens / served.seconds
         title = f"{op.upper()}, {slots} slots: {speed:,.0f} tokens a second"
         figure.suptitle(title, x=0.008, ha="left", fontsize=14, fontweight="bold")
@@ -170,7 +182,9 @@ def draw(path: pathlib.Path, op: str, served: Served, slots: int) -> None:
 
 
 def _draw_requests(axes: Axes, served: Served) -> None:
-    axes.set_title("Requests: waiting, and running", loc="left", color=plot.MUTED, fontsize=11)
+    axes.set_title(
+        "Requests: waiting, and running", loc="left", color=plot.MUTED, fontsize=11
+    )
     for row, request in enumerate(served.requests):
         came, first, last = _times(request, served.start)
         axes.barh(row, first - came, left=came, height=0.6, color=plot.GRID)
@@ -181,11 +195,15 @@ def _draw_requests(axes: Axes, served: Served) -> None:
 
 
 def _draw_running(axes: Axes, served: Served, slots: int) -> None:
-    axes.set_title("Requests that run together", loc="left", color=plot.MUTED, fontsize=11)
+    axes.set_title(
+        "Requests that run together", loc="left", color=plot.MUTED, fontsize=11
+    )
     spans = np.array([_times(request, served.start)[1:] for request in served.requests])
     at = np.linspace(0, served.seconds, 400)
     running = np.sum((spans[:, :1] <= at) & (at < spans[:, 1:]), axis=0)
-    axes.fill_between(at, running, color=plot.ORANGE, alpha=0.25, step="mid", linewidth=0)
+    axes.fill_between(
+        at, running, color=plot.ORANGE, alpha=0.25, step="mid", linewidth=0
+    )
     axes.step(at, running, color=plot.ORANGE, where="mid", linewidth=1.6)
     axes.axhline(slots, color=plot.MUTED, linewidth=1.1, linestyle=(0, (4, 3)))
     axes.set_ylim(0, slots + 0.7)

@@ -84,7 +84,11 @@ def load_tokenizer(folder: pathlib.Path) -> tuple[Tokenizer, str, str]:
             return TokenIds(why), "token ids", why
         path = folder / "tokenizer.json"
         try:
-            return TextTokenizer(Fast.from_file(str(path))), path.name, "tokenizers is installed"
+            return (
+                TextTokenizer(Fast.from_file(str(path))),
+                path.name,
+                "tokenizers is installed",
+            )
         except Exception as error:  # the package raises nothing narrower
             raise ValueError(f"{path} must be a tokenizer, got {error}") from error
     if present:

@@ -153,7 +153,9 @@ class Run:
         self.model = model
         self.optimizer = optimizer
         self.curves: Curves = {name: [] for name in Metrics._fields}
-        options = ocp.CheckpointManagerOptions(max_to_keep=2, cleanup_tmp_directories=True)
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=2, cleanup_tmp_directories=True
+        )
         self._checkpoints = ocp.CheckpointManager(folder.absolute(), options=options)
         saved = self._checkpoints.latest_step()
         if saved is not None:

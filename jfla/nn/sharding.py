@@ -73,7 +73,9 @@ def placement(axes: Axes, shape: tuple[int, ...]) -> NamedSharding | None:
 
 
 def _spec(axes: Axes, shape: tuple[int, ...]) -> P:
-    return P(*(_dividing(_mesh_axis(axis), length) for axis, length in zip(axes, shape)))
+    return P(
+        *(_dividing(_mesh_axis(axis), length) for axis, length in zip(axes, shape))
+    )
 
 
 def refuse_explicit(name: str, x: Array) -> None:

@@ -20,7 +20,9 @@ __all__ = [
 ]
 
 
-def supported(q: Any, k: Any, v: Any, g: Any, beta: Any, **arguments: Any) -> str | None:
+def supported(
+    q: Any, k: Any, v: Any, g: Any, beta: Any, **arguments: Any
+) -> str | None:
     """None when the kernels take this call of `chunk_kda` or `chunk_gdn` here, else the reason.
 
     The arguments of the op, of which only shapes, dtypes and devices matter; `jax.ShapeDtypeStruct`s will do. The rank
@@ -35,4 +37,6 @@ def supported(q: Any, k: Any, v: Any, g: Any, beta: Any, **arguments: Any) -> st
     'q is float32; the kernels take bfloat16 and float16'
     """
     op = KDA if len(g.shape) == 4 else GDN
-    return unsupported("chunk", *validate(op, q, k, v, g, beta, **(DEFAULTS | arguments)))
+    return unsupported(
+        "chunk", *validate(op, q, k, v, g, beta, **(DEFAULTS | arguments))
+    )

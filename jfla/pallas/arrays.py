@@ -12,7 +12,13 @@ from jfla.gates import Gate, l2norm, log_decay, write_strength
 from jfla.packing import starts, take_rows
 from jfla.pallas.common.chunk_index import CHANNEL_BLOCK
 from jfla.pallas.common.end_copies import return_ends
-from jfla.pallas.common.gate import LOG2E, STRONGEST, gate_kind, gate_parameters, reset_rows
+from jfla.pallas.common.gate import (
+    LOG2E,
+    STRONGEST,
+    gate_kind,
+    gate_parameters,
+    reset_rows,
+)
 from jfla.pallas.common.packed_rows import PackedRows, Rows, SegmentTable
 from jfla.pallas.common.qk_tiles import QkgOperands, QkOptions
 from jfla.pallas.common.results import KernelGrads
@@ -125,7 +131,9 @@ def _largest(x: Float[Array, "B *rest"]) -> Float[Array, " B"]:
     return jnp.max(jnp.abs(x.astype(F32)), axis=tuple(range(1, x.ndim)))
 
 
-def times_rows(x: Float[Array, "B *rest"], scale: Float[Array, " B"]) -> Float[Array, "B *rest"]:
+def times_rows(
+    x: Float[Array, "B *rest"], scale: Float[Array, " B"]
+) -> Float[Array, "B *rest"]:
     """x with every row of the batch multiplied by a number."""
     factor = scale.reshape(-1, *(1,) * (x.ndim - 1))
     return (x * factor).astype(x.dtype)
@@ -141,7 +149,9 @@ def _resets(inputs: Inputs, grid: SegmentChunks | None) -> Float[Array, "B T"] |
     return jnp.pad(rows, ((0, 0), (0, -rows.shape[1] % CHUNK)), constant_values=1.0)
 
 
-def whole_chunks(rows: list[Array], inputs: Inputs, grid: SegmentChunks | None) -> list[Rows]:
+def whole_chunks(
+    rows: list[Array], inputs: Inputs, grid: SegmentChunks | None
+) -> list[Rows]:
     """Rows [B, T, heads, D]: 0 on padding, whatever was there, and in the tail of the last chunk."""
     if grid is None:
         return [_padded(x, inputs) for x in rows]
@@ -186,11 +196,14 @@ def to_tokens(
     in_place = [x for x in rows if isinstance(x, PackedRows)]
     returned = iter(return_ends(in_place, grid.ends))
     return [
-        next(returned) if isinstance(x, PackedRows) else take_rows(x, grid.target) for x in rows
+        next(returned) if isinstance(x, PackedRows) else take_rows(x, grid.target)
+        for x in rows
     ]
 
 
-def nonzero_beta(beta: Float[Array, "*shape"], dtype: DTypeLike) -> Float[Array, "*shape"]:
+def nonzero_beta(
+    beta: Float[Array, "*shape"], dtype: DTypeLike
+) -> Float[Array, "*shape"]:
     """beta with SMALLEST_BETA of the operands' dtype in the place of what is closer to 0."""
     smallest = SMALLEST_BETA[dtype]
     return jnp.where(jnp.abs(beta) < smallest, smallest, beta)
@@ -233,7 +246,10 @@ def qk_options(x: KernelArrays, inputs: Inputs, options: Options) -> QkOptions:
     """The static part of what the kernels do to q, k and g."""
     time = inputs.q.shape[1] if x.grid is None else x.q.shape[1]
     return QkOptions(
-        options.scale, options.qk_norm and x.q.dtype == BF16, time, gate_kind(inputs.gate)
+        options.scale,
+        options.qk_norm and x.q.dtype == BF16,
+        time,
+        gate_kind(inputs.gate),
     )
 
 
@@ -263,8 +279,12 @@ def cotangents(
     dq, dk, dv, dg, v_new_dot_dv = by_token
     if d_initial is not None and inputs.initial_state is not None:
         d_state = d_initial[:, :, 0].mT if grid is None else d_initial
-        d_initial = vary_with(d_state.astype(inputs.initial_state.dtype), *differentiable)
-    beta = write_strength(without_padding(inputs.beta, inputs.segment_ids), options.beta_max)
+        d_initial = vary_with(
+            d_state.astype(inputs.initial_state.dtype), *differentiable
+        )
+    beta = write_strength(
+        without_padding(inputs.beta, inputs.segment_ids), options.beta_max
+    )
     dtype = operand_dtype(inputs, options)
     return Inputs(
         q=_to_query(dq, inputs.q, inputs, options),
@@ -308,4 +328,6 @@ def _to_query(dx: Array, x: Array, inputs: Inputs, options: Options) -> Array:
 def leaves_norm(inputs: Inputs, options: Options) -> bool:
     """Whether the kernels leave the adjoint of q's and k's norm: where none sees all channels of a row at once."""
     half = operand_dtype(inputs, options) == F16
-    return options.qk_norm and (inputs.q.shape[-1] > CHANNEL_BLOCK or half or not on_hopper())
+    return options.qk_norm and (
+        inputs.q.shape[-1] > CHANNEL_BLOCK or half or not on_hopper()
+    )

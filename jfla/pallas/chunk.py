@@ -42,7 +42,11 @@ from jfla.pallas.mgpu.types import Gmem
 from jfla.pallas.mma.grads_gdn import grads_gdn as mma_grads_gdn
 from jfla.pallas.mma.grads_kda import grads_kda as mma_grads_kda
 from jfla.pallas.mma.intra_kda import intra_kda as mma_intra_kda
-from jfla.pallas.sm90.grads_gdn.kernel import grads_gdn, result_shapes, sum_over_channel_blocks
+from jfla.pallas.sm90.grads_gdn.kernel import (
+    grads_gdn,
+    result_shapes,
+    sum_over_channel_blocks,
+)
 from jfla.pallas.sm90.grads_kda.kernel import grads_kda
 from jfla.pallas.sm90.intra_kda.kernel import intra_kda
 from jfla.parallel.stretch import Entered, Stretch
@@ -92,12 +96,16 @@ def grads_kernel(
             return mma_grads_kda(qkg_operands(x, inputs), scans, static, dtype)
         in_place = _writes_in_place(inputs)
         operands = qkg_operands(x, inputs)
-        return grads_kda(operands, scans, static, schedule.num_sms, dtype, in_place=in_place)
+        return grads_kda(
+            operands, scans, static, schedule.num_sms, dtype, in_place=in_place
+        )
     qk = intra_results.qk
     tokens = intra_results.token_scalars
     if schedule.machine != "hopper":
         return mma_grads_gdn(qk, tokens, scans, static, dtype)
-    return sum_over_channel_blocks(grads_gdn(qk, tokens, scans, static, schedule.num_sms, dtype))
+    return sum_over_channel_blocks(
+        grads_gdn(qk, tokens, scans, static, schedule.num_sms, dtype)
+    )
 
 
 def query_dtype(inputs: Inputs) -> DTypeLike:
@@ -129,7 +137,9 @@ def _forward(
     x = kernel_arrays(inputs, options)
     entered, split_r = None, None
     dims = x.dims
-    num_checkpoints = schedule.num_spans if for_backward and _writes_in_place(inputs) else 0
+    num_checkpoints = (
+        schedule.num_spans if for_backward and _writes_in_place(inputs) else 0
+    )
     final_dtype = None
     if options.return_final_state:
         final_dtype = options.state_dtype or F32
@@ -144,10 +154,14 @@ def _forward(
         config = ScanConfig(schedule.overlap_v_block, smem_bytes=schedule.smem_bytes)
 
         def consume(results: IntraResults) -> PendingResults:
-            return output_scan_kernel(results.qk, results.intra, x.v, x.initial, config, **kept)
+            return output_scan_kernel(
+                results.qk, results.intra, x.v, x.initial, config, **kept
+            )
 
         with jax.named_scope("jfla_intra_overlap_output_scan"):
-            producing = intra_kernel(x, inputs, options, schedule, num_ctas=schedule.overlap_ctas)
+            producing = intra_kernel(
+                x, inputs, options, schedule, num_ctas=schedule.overlap_ctas
+            )
             flags_shape = (dims.batch, dims.heads, dims.n_chunks)
             intra_results, scanned = overlap(producing, consume, flags_shape)
     else:
@@ -219,7 +233,9 @@ def _backward(
     group_chunks = options.chunks_per_state
     d_last = d_final
     if x.grid is None:
-        d_last = (to_kernel_state if group_chunks is None else to_kernel_states)(d_final)
+        d_last = (to_kernel_state if group_chunks is None else to_kernel_states)(
+            d_final
+        )
     if group_chunks is not None:
         schedule = _undivided(schedule)
     entered, split_r = residuals.entered, residuals.split_r
@@ -229,14 +245,25 @@ def _backward(
             config = ScanConfig(schedule.scan_v_block, smem_bytes=schedule.smem_bytes)
             with jax.named_scope("jfla_split_time"):
                 qk = intra_results.qk
-                d_last = stretch_end(qk, residuals.intra, do, d_last, config, entered, split_r)
+                d_last = stretch_end(
+                    qk, residuals.intra, do, d_last, config, entered, split_r
+                )
     if residuals.state_checkpoints is not None:
-        by_span = _BySpan(options, schedule, qk_options(x, inputs, options), query_dtype(inputs))
+        by_span = _BySpan(
+            options, schedule, qk_options(x, inputs, options), query_dtype(inputs)
+        )
         qk, token_scalars = intra_results.qk, intra_results.token_scalars
         grads, dv, d_initial = by_span(x, qk, token_scalars, residuals, do, d_last)
         return cotangents(inputs, options, None, grads, dv, d_initial)
     scans, d_initial = both_scans(
-        x, schedule, intra_results.qk, residuals.intra, do, d_last, entered, group_chunks
+        x,
+        schedule,
+        intra_results.qk,
+        residuals.intra,
+        do,
+        d_last,
+        entered,
+        group_chunks,
     )
     with jax.named_scope("jfla_chunk_grads"):
         grads = grads_kernel(x, inputs, options, schedule, intra_results, scans)
@@ -258,7 +285,9 @@ def both_scans(
     ends = (x.initial, d_last)
     if schedule.time_splits > 1:
         with jax.named_scope("jfla_split_time"):
-            ends = split_ends(qk, pairs, x.v, do, ends, config, schedule.time_splits, entered)
+            ends = split_ends(
+                qk, pairs, x.v, do, ends, config, schedule.time_splits, entered
+            )
     with jax.named_scope("jfla_backward_scans"):
         kept = {"keep_dstate": x.initial is not None, "group_chunks": group_chunks}
         kept["segments"] = x.segments
@@ -282,7 +311,11 @@ class _BySpan:
     """
 
     def __init__(
-        self, options: Options, schedule: Schedule, static: QkOptions, out_dtype: DTypeLike
+        self,
+        options: Options,
+        schedule: Schedule,
+        static: QkOptions,
+        out_dtype: DTypeLike,
     ):
         self.options = options
         self.schedule = schedule
@@ -302,7 +335,9 @@ class _BySpan:
         """The gradients, dv, and dS^T before the first chunk."""
         batch, heads, _, value_dim, key_dim, _ = x.dims
         time = x.v.shape[1]
-        shapes = result_shapes(x.q, (batch, time, heads, key_dim), self.static, self.out_dtype)
+        shapes = result_shapes(
+            x.q, (batch, time, heads, key_dim), self.static, self.out_dtype
+        )
         if d_last is None:
             d_last = jnp.zeros((batch, heads, 1, value_dim, key_dim), F32)
         unwritten = lambda x: lax.empty(x.shape, x.dtype)
@@ -312,7 +347,9 @@ class _BySpan:
         grads = sum_over_channel_blocks(grads)
         return grads, dv, None if x.initial is None else d_first
 
-    def write(self, written: tuple[KernelGrads, Gmem, Gmem], read: tuple[Any, ...]) -> None:
+    def write(
+        self, written: tuple[KernelGrads, Gmem, Gmem], read: tuple[Any, ...]
+    ) -> None:
         """Gradients, dv and dS^T, as references, span by span."""
         grads, dv, d_state = written
         v, qk, token_scalars, residuals, do = read

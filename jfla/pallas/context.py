@@ -16,9 +16,15 @@ class Target(NamedTuple):
     num_sms: int
 
 
-_INTERPRET: contextvars.ContextVar[bool] = contextvars.ContextVar("jfla_interpret", default=False)
-_TARGET: contextvars.ContextVar[Target | None] = contextvars.ContextVar("jfla_target", default=None)
-_MMA: contextvars.ContextVar[bool] = contextvars.ContextVar("jfla_mma_kernels", default=False)
+_INTERPRET: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "jfla_interpret", default=False
+)
+_TARGET: contextvars.ContextVar[Target | None] = contextvars.ContextVar(
+    "jfla_target", default=None
+)
+_MMA: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "jfla_mma_kernels", default=False
+)
 
 
 @contextlib.contextmanager

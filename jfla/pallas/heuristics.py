@@ -12,7 +12,10 @@ from jfla.pallas.machine import Machine
 from jfla.types import Inputs, Op, Options
 
 SUPPORTED_DIMS = (64, 128, 256)
-MAX_DIM: dict[Machine, int] = {"hopper": 256, "ampere": 128}  # of K and of V of a chunked call
+MAX_DIM: dict[Machine, int] = {
+    "hopper": 256,
+    "ampere": 128,
+}  # of K and of V of a chunked call
 DECODE_TOKENS = 8  # of one call: a CTA keeps all of them in shared memory
 HOPPER_SMS = 132  # of an H100 SXM or H200, where no device says
 # By compute capability, of a CTA's shared memory what its tiles may take: all but 1 KiB.
@@ -21,13 +24,16 @@ SMEM_BYTES = {
     "8.6": 98 * 1024,
     "8.9": 98 * 1024,
     "9.0": 226 * 1024,
-    "10.0": 162 * 1024,  # of 226: with another pipeline stage the scans of mma.sync spill
+    "10.0": 162
+    * 1024,  # of 226: with another pipeline stage the scans of mma.sync spill
 }
 HOPPER_SMEM_BYTES = SMEM_BYTES["9.0"]
 
 MIN_SPLIT_CHUNKS = 16
 MAX_TIME_SPLITS = 16
-MIN_TIME_SPLITS = 3  # finding where the splits begin takes a scan over each in two forms
+MIN_TIME_SPLITS = (
+    3  # finding where the splits begin takes a scan over each in two forms
+)
 
 LONG_SEGMENT_CHUNKS = 8  # chunks of the aligned grid for each segment
 
@@ -65,10 +71,14 @@ class Schedule:
     smem_bytes: int
     scan_v_block: int  # columns of V per CTA of a scan
     overlap_v_block: int  # the same where the intra-chunk kernel runs beside the scan
-    overlap_ctas: int  # CTAs of the intra-chunk kernel beside the scan; 0: it runs before
+    overlap_ctas: (
+        int  # CTAs of the intra-chunk kernel beside the scan; 0: it runs before
+    )
     time_splits: int  # spans of time that are scanned side by side
     stretch_splits: int  # the same, where time is split over devices as well
-    num_spans: int  # spans of time that the backward takes one after the other; 0: all at once
+    num_spans: (
+        int  # spans of time that the backward takes one after the other; 0: all at once
+    )
     intra_wgs: int  # warpgroups of a CTA of the intra-chunk kernel that take chunks of their own
     intra_ctas: int  # CTAs of the intra-chunk kernel, at most
 
@@ -76,7 +86,11 @@ class Schedule:
 def dims_of(inputs: Inputs, options: Options | None = None) -> Dims:
     """Of a call; time is rounded up to whole chunks, of every segment where a chunked call aligns them."""
     batch, time, heads, value_dim = inputs.v.shape
-    segments = options.num_segments if options is not None and options.aligned_segments else None
+    segments = (
+        options.num_segments
+        if options is not None and options.aligned_segments
+        else None
+    )
     n_chunks = num_aligned_chunks(time, segments or 0)
     return Dims(batch, heads, n_chunks, value_dim, inputs.q.shape[-1], segments)
 
@@ -153,7 +167,10 @@ def scan_v_block(dims: Dims, num_sms: int) -> int:
     ones take as long to begin as to scan.
     """
     fewest, most = v_blocks(dims)
-    if dims.segments is not None and dims.n_chunks > LONG_SEGMENT_CHUNKS * dims.segments:
+    if (
+        dims.segments is not None
+        and dims.n_chunks > LONG_SEGMENT_CHUNKS * dims.segments
+    ):
         return fewest
     return fewest if dims.sequences * (dims.value_dim // 64) <= num_sms else most
 
@@ -183,7 +200,9 @@ def overlap_schedule(op: Op, dims: Dims, num_sms: int) -> tuple[int, int]:
         return v_block, 0
     if dims.segments is not None:
         # Of a scalar gate the intra-chunk kernel has no register for places of rows beside the scan's.
-        return (v_block, 0) if op.scalar_gate else _overlap_of_segments(op, dims, num_sms)
+        return (
+            (v_block, 0) if op.scalar_gate else _overlap_of_segments(op, dims, num_sms)
+        )
     wgs = intra_wgs(op, dims.key_dim)
     alone_us, beside_us = _INTRA_US[op.scalar_gate]
 
@@ -225,7 +244,9 @@ def time_splits(dims: Dims, num_sms: int) -> int:
     if dims.segments is not None:
         return 1
     ctas = dims.sequences * (dims.value_dim // 64)
-    splits = min(num_sms // (2 * ctas), dims.n_chunks // MIN_SPLIT_CHUNKS, MAX_TIME_SPLITS)
+    splits = min(
+        num_sms // (2 * ctas), dims.n_chunks // MIN_SPLIT_CHUNKS, MAX_TIME_SPLITS
+    )
     return splits if splits >= MIN_TIME_SPLITS and dims.key_dim == dims.value_dim else 1
 
 
@@ -244,7 +265,9 @@ def num_spans(op: Op, dims: Dims, num_sms: int) -> int:
     """
     if dims.segments is not None:
         return 0
-    states_bytes = dims.num_chunks * dims.key_dim * dims.value_dim * 2 * 2  # bf16, at both ends
+    states_bytes = (
+        dims.num_chunks * dims.key_dim * dims.value_dim * 2 * 2
+    )  # bf16, at both ends
     n_chunks = dims.n_chunks
     if not op.scalar_gate or states_bytes < MANY_STATES_BYTES:
         return 0

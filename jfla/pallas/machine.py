@@ -12,7 +12,9 @@ from typing import Literal
 
 Machine = Literal["hopper", "ampere"]
 
-_MACHINE: contextvars.ContextVar[Machine] = contextvars.ContextVar("jfla_machine", default="hopper")
+_MACHINE: contextvars.ContextVar[Machine] = contextvars.ContextVar(
+    "jfla_machine", default="hopper"
+)
 
 
 def on_hopper() -> bool:

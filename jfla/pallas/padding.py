@@ -21,7 +21,9 @@ def kernel_size(size: int) -> int | None:
 def padded_sizes(inputs: Inputs) -> dict[str, tuple[int, int]]:
     """By "K" and "V": the size and what it is padded to, for those that are padded."""
     sizes = {"K": inputs.q.shape[-1], "V": inputs.v.shape[-1]}
-    pairs = {letter: (size, kernel_size(size) or size) for letter, size in sizes.items()}
+    pairs = {
+        letter: (size, kernel_size(size) or size) for letter, size in sizes.items()
+    }
     return {letter: pair for letter, pair in pairs.items() if pair[0] != pair[1]}
 
 

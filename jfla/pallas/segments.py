@@ -28,8 +28,12 @@ class SegmentChunks(NamedTuple):
 
     places: Int[Array, "B N 2"]  # of INPUTS and of RESULTS
     source: Int[Array, "B N_C"]  # packed position that a row of the grid reads; T: none
-    target: Int[Array, "B T"]  # row of the grid of each packed token; N C: none, padding
-    ends: Int[Array, "B S_plus_1 2"]  # of slots 0 .. S: first token, number of tokens; 0: none
+    target: Int[
+        Array, "B T"
+    ]  # row of the grid of each packed token; N C: none, padding
+    ends: Int[
+        Array, "B S_plus_1 2"
+    ]  # of slots 0 .. S: first token, number of tokens; 0: none
     table: SegmentTable
     most_chunks: Int[Array, "1"]  # with tokens, of the row that has most
 
@@ -80,7 +84,9 @@ def segment_chunks(segment_ids: Int[Array, "B T"], num_segments: int) -> Segment
         source,
         target,
         _ends(segments),
-        segment_table(segments.rank, segments.first_chunk, segments.end_chunk, n_chunks),
+        segment_table(
+            segments.rank, segments.first_chunk, segments.end_chunk, n_chunks
+        ),
         jnp.max(segments.end_chunk[:, -1:], axis=0).astype(jnp.int32),
     )
 
@@ -97,8 +103,12 @@ def _segments(segment_ids: Int[Array, "B T"], num_segments: int) -> _Segments:
     other = number[None, None, :]
     own_length = length[:, :, None]
     other_length = length[:, None, :]
-    longer = (other_length > own_length) | ((other_length == own_length) & (other < own))
-    before = jnp.where(own == num_segments, other < own, (other < num_segments) & longer)
+    longer = (other_length > own_length) | (
+        (other_length == own_length) & (other < own)
+    )
+    before = jnp.where(
+        own == num_segments, other < own, (other < num_segments) & longer
+    )
     rank = jnp.sum(before, axis=-1)
     first_chunk = jnp.sum(jnp.where(before, other_length, 0), axis=-1)
     return _Segments(first_token, end_token, rank, first_chunk, first_chunk + length)
@@ -146,7 +156,9 @@ def segment_table(
     of_cta = jnp.pad(of_rank[..., 3], ((0, 0), (1, 1)), constant_values=-1)
     after = jnp.where(of_cta[:, 2:] == of_cta[:, 1:-1], number[None] + 1, -1)
     before = jnp.where(of_cta[:, :-2] == of_cta[:, 1:-1], number[None] - 1, -1)
-    segments = jnp.concatenate([of_rank[..., :3], after[..., None], before[..., None]], axis=-1)
+    segments = jnp.concatenate(
+        [of_rank[..., :3], after[..., None], before[..., None]], axis=-1
+    )
 
     each = jnp.arange(num_scan_ctas(n_chunks, num_segments))[None, :, None]
     earlier = cta[:, None] < each
@@ -166,9 +178,12 @@ def num_scan_ctas(n_chunks: int, num_segments: int) -> int:
     return -(-(n_chunks + num_segments) // CTA_CHUNKS)
 
 
-def in_place(rows: list[Shaped[Array, "B T _ _"]], chunks: SegmentChunks) -> list[PackedRows]:
+def in_place(
+    rows: list[Shaped[Array, "B T _ _"]], chunks: SegmentChunks
+) -> list[PackedRows]:
     """Rows that kernels read: the ends are copied, zeros where there is no token."""
     ends = copy_ends(rows, chunks.ends)
     return [
-        PackedRows(*of_array, chunks.places, chunks.most_chunks) for of_array in zip(rows, ends)
+        PackedRows(*of_array, chunks.places, chunks.most_chunks)
+        for of_array in zip(rows, ends)
     ]

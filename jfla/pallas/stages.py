@@ -20,7 +20,9 @@ from jfla.stages import QK, ChunkGrads, IntraChunk, ScanResults
 from jfla.types import Inputs, Options
 
 
-def intra(inputs: Inputs, options: Options, plan: Schedule | None = None) -> tuple[QK, IntraChunk]:
+def intra(
+    inputs: Inputs, options: Options, plan: Schedule | None = None
+) -> tuple[QK, IntraChunk]:
     """q and k as they meet the state, a_qk and a_inv of every chunk."""
     plan = _plan(inputs, options, plan)
     with tracing_for(plan.machine):
@@ -41,7 +43,9 @@ def output_scan(
     with tracing_for(plan.machine):
         x = kernel_arrays(inputs, options)
         config = ScanConfig(plan.scan_v_block, smem_bytes=plan.smem_bytes)
-        scanned = run(output_scan_kernel(qk, pairs, x.v, x.initial, config, final_dtype=F32))
+        scanned = run(
+            output_scan_kernel(qk, pairs, x.v, x.initial, config, final_dtype=F32)
+        )
     return scanned.stores[0], scanned.last
 
 
@@ -58,7 +62,9 @@ def backward_scans(
     plan = _plan(inputs, options, plan)
     with tracing_for(plan.machine):
         x = kernel_arrays(inputs, options)
-        scans, d_initial = chunk.both_scans(x, plan, qk, pairs, do, to_kernel_state(d_final))
+        scans, d_initial = chunk.both_scans(
+            x, plan, qk, pairs, do, to_kernel_state(d_final)
+        )
     if d_initial is None:
         raise ValueError("initial_state must be given, got None")
     return scans, d_initial[:, :, 0].mT
@@ -78,7 +84,9 @@ def chunk_grads(
     with tracing_for(plan.machine):
         x = kernel_arrays(inputs, options)
         without_a = run(chunk.intra_kernel(x, inputs, options, plan, with_a=False))
-        grads = chunk.grads_kernel(x, inputs, options, plan, without_a, scans, out_dtype=F32)
+        grads = chunk.grads_kernel(
+            x, inputs, options, plan, without_a, scans, out_dtype=F32
+        )
         norm_is_left = leaves_norm(inputs, options)
     dq = grads.dq
     dk = grads.dk

@@ -108,4 +108,6 @@ def compile_trial(trial: Trial, device: jax.Device) -> None:
         out, adjoint = jax.vjp(call, *arrays)
         return adjoint(out)
 
-    jax.jit(both if trial.form == "chunk" else call).lower(q, q, v, g, array()).compile()
+    jax.jit(both if trial.form == "chunk" else call).lower(
+        q, q, v, g, array()
+    ).compile()

@@ -26,7 +26,12 @@ def split_by_type(run: Run) -> Run:
     def call(inputs: Inputs, options: Options) -> DeltaRuleOutput:
         mesh = explicit_mesh(inputs)
         spec = jax.typeof(inputs.v).sharding.spec if mesh is not None else None
-        if mesh is None or spec is None or spec[1] is None or options.sequence_axis is not None:
+        if (
+            mesh is None
+            or spec is None
+            or spec[1] is None
+            or options.sequence_axis is not None
+        ):
             return run(inputs, options)
         if options.states_every is not None:
             raise NotImplementedError(
@@ -70,9 +75,13 @@ def _specs(labels: Any, inputs: Inputs, axes: dict[str, Any]) -> Any:
 
     def of_part(label: str, part: Any) -> Any:
         names = label.split()
-        return jax.tree.map(lambda x: P(*(axes.get(name) for name in names[: x.ndim])), part)
+        return jax.tree.map(
+            lambda x: P(*(axes.get(name) for name in names[: x.ndim])), part
+        )
 
-    return structure.unflatten([of_part(*pair) for pair in zip(flat, parts, strict=True)])
+    return structure.unflatten(
+        [of_part(*pair) for pair in zip(flat, parts, strict=True)]
+    )
 
 
 def _size(mesh: Any, axis: Any) -> int:

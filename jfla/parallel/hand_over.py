@@ -35,7 +35,9 @@ def _gathered(r: Array, c: Array, axis: AxisName, reverse: bool) -> Array:
     key_dim = r.shape[-1]
     maps = jnp.concatenate([r, c], axis=-1)
     of_all = lax.all_gather(maps, axis, axis=r.ndim - 2)
-    states = affine.chain(None, of_all[..., :key_dim], of_all[..., key_dim:], reverse=reverse)
+    states = affine.chain(
+        None, of_all[..., :key_dim], of_all[..., key_dim:], reverse=reverse
+    )
     return lax.dynamic_index_in_dim(states, lax.axis_index(axis), -3, keepdims=False)
 
 

@@ -30,7 +30,9 @@ def across_devices(run: Run) -> Run:
         if axis is None:
             return run(inputs, options, *static)
         if inputs.initial_state is not None and options.per_segment_state:
-            inputs = inputs._replace(initial_state=from_first(inputs.initial_state, axis))
+            inputs = inputs._replace(
+                initial_state=from_first(inputs.initial_state, axis)
+            )
         names = (axis,) if isinstance(axis, str) else axis
         # Counted as different on every device of the axis, if they are not.
         inputs = vary_over(inputs, names)

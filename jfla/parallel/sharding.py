@@ -51,5 +51,10 @@ def explicit_mesh(inputs: Inputs) -> AbstractMesh | None:
         *(jax.typeof(x).sharding.mesh for x in jax.tree.leaves(inputs)),
     ]
     return next(
-        (mesh for mesh in meshes if not mesh.empty and AxisType.Explicit in mesh.axis_types), None
+        (
+            mesh
+            for mesh in meshes
+            if not mesh.empty and AxisType.Explicit in mesh.axis_types
+        ),
+        None,
     )

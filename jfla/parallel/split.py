@@ -90,7 +90,9 @@ def why_gathered(operand_dims: Any, operands: Any) -> str | None:
     return None
 
 
-def _split_dimensions(names: Names, x: Any) -> Iterator[tuple[str, int, tuple[Any, ...] | None]]:
+def _split_dimensions(
+    names: Names, x: Any
+) -> Iterator[tuple[str, int, tuple[Any, ...] | None]]:
     """The dimensions of an array that are split over devices: name, size, and each device's part; None if unequal."""
     sharding = None if isinstance(x, Tracer) else getattr(x, "sharding", None)
     if sharding is None or len(sharding.device_set) == 1:
@@ -121,7 +123,9 @@ def _splittable(
     @call.def_vmap
     def batched(axis_size: int, in_batched: Any, *operands: Any) -> Any:
         flat, structure = jax.tree.flatten(operands)
-        in_axes = [0 if is_batched else None for is_batched in jax.tree.leaves(in_batched)]
+        in_axes = [
+            0 if is_batched else None for is_batched in jax.tree.leaves(in_batched)
+        ]
 
         def of_flat(*flat: Any) -> Any:
             return function(*structure.unflatten(flat))
@@ -155,7 +159,9 @@ def _partitioned(
 
     # Constants go in as operands, because custom_partitioning takes no function that has some.
     flat += whole.consts
-    names = _names_of(operand_dims, operands) + [("constant",) * x.ndim for x in whole.consts]
+    names = _names_of(operand_dims, operands) + [
+        ("constant",) * x.ndim for x in whole.consts
+    ]
     described = _Described(names, [x.shape for x in flat])
     results = _Described(_names_of(result_dims, shapes), [x.shape for x in flat_shapes])
     call = custom_partitioning(of_whole)
@@ -220,7 +226,9 @@ def _sharding_rule(operands: _Described, results: _Described) -> dict[str, Any]:
         return "(heads group)"
 
     def side(described: _Described) -> str:
-        return ", ".join(" ".join(factor(name) for name in names) for names in described.names)
+        return ", ".join(
+            " ".join(factor(name) for name in names) for names in described.names
+        )
 
     rule = f"{side(operands)} -> {side(results)}"
     sizes = {"group": group} if "group" in whole else {}
@@ -255,7 +263,9 @@ def _device_id(device: Any) -> int:
     return device.id
 
 
-def _aligned(names: list[Names], shapes: list[tuple[int, ...]], shardings: list[Sharding]) -> bool:
+def _aligned(
+    names: list[Names], shapes: list[tuple[int, ...]], shardings: list[Sharding]
+) -> bool:
     """Whether each device has the same rows and the same heads of everything, and the whole of the rest.
 
     Where a dimension is not split evenly it does not.

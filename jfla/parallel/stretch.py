@@ -35,8 +35,12 @@ class Stretch:
 
     first: Int[Array, " B"]  # slot of the first token's sequence
     last: Int[Array, " B"]  # slot of the sequence that is open at the end
-    enters: Bool[Array, " B"]  # whether slot `first` begins from what the devices before leave
-    owned: Bool[Array, "B S"]  # the final states that are this device's, each on one device
+    enters: Bool[
+        Array, " B"
+    ]  # whether slot `first` begins from what the devices before leave
+    owned: Bool[
+        Array, "B S"
+    ]  # the final states that are this device's, each on one device
     axis: AxisName = dataclasses.field(metadata={"static": True})
 
     def enter(
@@ -53,9 +57,13 @@ class Stretch:
         r = jnp.where(_per_row(self.enters & (self.first == self.last), r), r, 0)
         before = handed_over(r, c, self.axis)
         with_it = write_slot(initial, self.first, before)
-        return Entered(jnp.where(_per_row(self.enters, initial), with_it, initial), r, self)
+        return Entered(
+            jnp.where(_per_row(self.enters, initial), with_it, initial), r, self
+        )
 
-    def leave(self, d_final: States, r: StateMap, at_start: Callable[[States], States]) -> States:
+    def leave(
+        self, d_final: States, r: StateMap, at_start: Callable[[States], States]
+    ) -> States:
         """Cotangents of the states after this stretch, those that the devices behind send included.
 
         `at_start(d_final)` is the cotangent of the states before the stretch.
@@ -97,7 +105,9 @@ def stretch_of(inputs: Inputs, options: Options) -> Stretch | None:
     return _packed(inputs.segment_ids, options.num_states, axis)
 
 
-def _packed(segment_ids: Int[Array, "B T"], num_segments: int | None, axis: AxisName) -> Stretch:
+def _packed(
+    segment_ids: Int[Array, "B T"], num_segments: int | None, axis: AxisName
+) -> Stretch:
     """Ids do not decrease over the devices, and padding comes last: the ids at a stretch's ends say it all."""
     index = lax.axis_index(axis)
     first = segment_ids[:, 0]
@@ -120,7 +130,9 @@ def _packed(segment_ids: Int[Array, "B T"], num_segments: int | None, axis: Axis
     size = lax.axis_size(axis)
     here = (index == 0) | reached(index)
     owned = here & ~((index < size - 1) & reached(jnp.minimum(index + 1, size - 1)))
-    return Stretch(jnp.maximum(first - 1, 0), jnp.maximum(last - 1, 0), enters, owned, axis)
+    return Stretch(
+        jnp.maximum(first - 1, 0), jnp.maximum(last - 1, 0), enters, owned, axis
+    )
 
 
 def _per_row(mask: Bool[Array, " B"], x: Array) -> Bool[Array, "B *ones"]:

@@ -122,10 +122,14 @@ def chunk_gdn(
     return _chunk(GDN, q, k, v, g, beta, **arguments)
 
 
-def _recurrent(op: Op, *arrays: Array, return_states: bool, **arguments: Any) -> DeltaRuleOutput:
+def _recurrent(
+    op: Op, *arrays: Array, return_states: bool, **arguments: Any
+) -> DeltaRuleOutput:
     arguments = _complete(arguments)
     arguments = {"state_slots": None} | arguments
-    inputs, options = validate_recurrent(op, *arrays, return_states=return_states, **arguments)
+    inputs, options = validate_recurrent(
+        op, *arrays, return_states=return_states, **arguments
+    )
     return recurrent.run(inputs, options)
 
 
@@ -138,5 +142,7 @@ def _chunk(op: Op, *arrays: Array, **arguments: Any) -> DeltaRuleOutput:
 def _complete(arguments: dict[str, Any]) -> dict[str, Any]:
     """The arguments with defaults for those left out."""
     if arguments.get("implementation") == "pallas":
-        raise ValueError('implementation must be None or "xla" in jfla.reference, got "pallas"')
+        raise ValueError(
+            'implementation must be None or "xla" in jfla.reference, got "pallas"'
+        )
     return DEFAULTS | arguments

@@ -61,7 +61,9 @@ def scan(
         for x in (tokens.slot, tokens.q, tokens.k, tokens.v, tokens.g, tokens.beta)
     ]
     last, (outputs, states) = lax.scan(token, tokens.state, tuple(by_time))
-    return jnp.moveaxis(outputs, 0, 1), last if states is None else jnp.moveaxis(states, 0, 1)
+    return jnp.moveaxis(outputs, 0, 1), last if states is None else jnp.moveaxis(
+        states, 0, 1
+    )
 
 
 @compiler_partitioned
@@ -79,7 +81,11 @@ def _run_rows(inputs: Inputs, options: Options) -> DeltaRuleOutput:
         output, states = scan(tokens, options.return_states)
         final = None
         if options.return_final_state:
-            final = states if options.per_segment_state or options.return_states else states[:, 0]
+            final = (
+                states
+                if options.per_segment_state or options.return_states
+                else states[:, 0]
+            )
             final = options.as_final_state(final)
         output = without_padding(output, inputs.segment_ids)
         return DeltaRuleOutput(output.astype(inputs.v.dtype), final)

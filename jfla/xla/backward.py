@@ -66,14 +66,31 @@ def dstate_scan(
         y = pairs.inverse.mT @ (dv_local + qk.k_to_end @ dstates)
         return DstatesAndValues(dstates, y, start[:, None])
 
-    def chunk(carried: Carried, xs: tuple[Any, ...]) -> tuple[Carried, tuple[Array, Array]]:
-        q_from_start, k_from_start, k_to_end, chunk_decay, beta, inverse, do, dv_local = xs[:8]
+    def chunk(
+        carried: Carried, xs: tuple[Any, ...]
+    ) -> tuple[Carried, tuple[Array, Array]]:
+        (
+            q_from_start,
+            k_from_start,
+            k_to_end,
+            chunk_decay,
+            beta,
+            inverse,
+            do,
+            dv_local,
+        ) = xs[:8]
         slot, source = xs[8:]
         dstate = read_state(carried, slot)
         y = inverse.mT @ (dv_local + k_to_end @ dstate)
         dv = beta[..., None] * y
-        start = chunk_decay[..., None] * dstate + q_from_start.mT @ do - k_from_start.mT @ dv
-        if source is not None:  # the state was read there, and there it may have been returned, too
+        start = (
+            chunk_decay[..., None] * dstate
+            + q_from_start.mT @ do
+            - k_from_start.mT @ dv
+        )
+        if (
+            source is not None
+        ):  # the state was read there, and there it may have been returned, too
             carried = write_state(carried, slot, jnp.zeros_like(start))
             start = start + read_state(carried, source)
             slot = source
@@ -93,11 +110,15 @@ def dstate_at_start(
 ) -> Carried:
     """dS at the start of time alone."""
 
-    def stages(dstate: Carried, xs: tuple[ChunkInputs, Pairs, Values]) -> tuple[Carried, None]:
+    def stages(
+        dstate: Carried, xs: tuple[ChunkInputs, Pairs, Values]
+    ) -> tuple[Carried, None]:
         x, pairs, do = xs
         return dstate_scan(x, dstate, decayed_qk(x), pairs, do).d_initial, None
 
-    return over_chunks(stages, d_final, (x, pairs, do), chunk_at_a_time, reverse=True)[0]
+    return over_chunks(stages, d_final, (x, pairs, do), chunk_at_a_time, reverse=True)[
+        0
+    ]
 
 
 class TokenGrads(NamedTuple):
@@ -130,7 +151,9 @@ def chunk_grads(
     rows = jnp.stack([x.q, x.beta[..., None] * x.k], axis=-3)
     weights = jnp.stack([w_q, d_lower], axis=-3)
     sums = decay_sums(x.g)
-    drows, dk_pairs, dg_pairs = decayed_dot_adjoint(rows, x.k, sums, weights, scalar_gate)
+    drows, dk_pairs, dg_pairs = decayed_dot_adjoint(
+        rows, x.k, sums, weights, scalar_gate
+    )
 
     # Each of these is the cotangent of q or k times the decay that it was multiplied with.
     from_start = decay_from_start(sums)
@@ -155,7 +178,9 @@ def chunk_grads(
     )
 
 
-def _sum_channels(x: Float[Array, "*batch K"], scalar_gate: bool) -> Float[Array, "*batch G"]:
+def _sum_channels(
+    x: Float[Array, "*batch K"], scalar_gate: bool
+) -> Float[Array, "*batch G"]:
     """Onto the gate's axis: every key channel has its decay, or all of them share one."""
     return jnp.sum(x, axis=-1, keepdims=True) if scalar_gate else x
 
@@ -171,7 +196,9 @@ def backward(
 ) -> tuple[ChunkInputs, Carried]:
     """Cotangents of the chunks and of the initial states: states once more, then everything in reverse."""
 
-    def forward_again(state: Carried, xs: tuple[Any, ...]) -> tuple[Carried, tuple[Array, ...]]:
+    def forward_again(
+        state: Carried, xs: tuple[Any, ...]
+    ) -> tuple[Carried, tuple[Array, ...]]:
         x, pairs = xs
         *scanned, state = state_scan(x, state, decayed_qk(x), pairs)
         return state, tuple(scanned)

@@ -46,7 +46,9 @@ def decayed_dot_adjoint(
     sums: DecaySums,
     d_dot: Float[Array, "*batch R C C"],
     scalar_gate: bool,
-) -> tuple[Float[Array, "*batch R C K"], Float[Array, "*batch C K"], Float[Array, "*batch C G"]]:
+) -> tuple[
+    Float[Array, "*batch R C K"], Float[Array, "*batch C K"], Float[Array, "*batch C G"]
+]:
     """(drows, dk, dg) from the cotangent of A, which must be 0 above the diagonal.
 
     The gate needs no pass over pairs of its own: where a row meets exp(+x) its cotangent is row * drow, where a key
@@ -135,7 +137,9 @@ def _through_boundary(
     size: int,
 ) -> tuple[Array, Array, tuple[Array, Array]]:
     """k of the early and rows of the late halves, decayed to the boundary between them, and these decays."""
-    early_sums, late_sums = (DecaySums(*half) for half in zip(*(halves(x, size) for x in sums)))
+    early_sums, late_sums = (
+        DecaySums(*half) for half in zip(*(halves(x, size) for x in sums))
+    )
     boundary = early_sums.at(slice(-1, None))
     k_early, _ = halves(k, size)
     _, late = halves(rows, size)
@@ -150,7 +154,9 @@ def _stack_rows(x: Float[Array, "*batch R M s D"]) -> Float[Array, "*batch M Rs 
     return x.reshape(*x.shape[:-3], -1, x.shape[-1])
 
 
-def _unstack_rows(x: Float[Array, "*batch M Rs D"], size: int) -> Float[Array, "*batch R M s D"]:
+def _unstack_rows(
+    x: Float[Array, "*batch M Rs D"], size: int
+) -> Float[Array, "*batch R M s D"]:
     """The way back from `_stack_rows`."""
     return jnp.moveaxis(x.reshape(*x.shape[:-2], -1, size, x.shape[-1]), -3, -4)
 

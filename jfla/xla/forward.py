@@ -41,7 +41,9 @@ def intra(x: ChunkInputs, scalar_gate: bool) -> Pairs:
     """a_qk and the inverse of every chunk."""
     rows = jnp.stack([x.q, x.beta[..., None] * x.k], axis=-3)
     # Behind a barrier: XLA would compute the dots anew for every part of them that the inverse reads.
-    dots = lax.optimization_barrier(decayed_dot(rows, x.k, decay_sums(x.g), scalar_gate))
+    dots = lax.optimization_barrier(
+        decayed_dot(rows, x.k, decay_sums(x.g), scalar_gate)
+    )
     lower = jnp.tril(dots[..., 1, :, :], -1)
     return Pairs(dots[..., 0, :, :], unit_lower_inverse(lower))
 
@@ -51,7 +53,9 @@ def decayed_qk(x: ChunkInputs) -> DecayedQK:
     sums = decay_sums(x.g)
     from_start = decay_from_start(sums)
     chunk_decay = from_start[..., -1, :]
-    return DecayedQK(x.q * from_start, x.k * from_start, x.k * decay_to_end(sums), chunk_decay)
+    return DecayedQK(
+        x.q * from_start, x.k * from_start, x.k * decay_to_end(sums), chunk_decay
+    )
 
 
 class StatesAndValues(NamedTuple):
@@ -66,7 +70,9 @@ class StatesAndValues(NamedTuple):
     final: Carried
 
 
-def state_scan(x: ChunkInputs, initial: Carried, qk: DecayedQK, pairs: Pairs) -> StatesAndValues:
+def state_scan(
+    x: ChunkInputs, initial: Carried, qk: DecayedQK, pairs: Pairs
+) -> StatesAndValues:
     """From the states at the start of time: by pairs of chunks, or one chunk after another."""
     if by_pairs(x):
         r = chunk_map(x, qk, pairs)
@@ -76,7 +82,9 @@ def state_scan(x: ChunkInputs, initial: Carried, qk: DecayedQK, pairs: Pairs) ->
         v_new = pairs.inverse @ (x.beta[..., None] * error)
         return StatesAndValues(states, error, v_new, end[:, None])
 
-    def chunk(carried: Carried, xs: tuple[Any, ...]) -> tuple[Carried, tuple[Array, ...]]:
+    def chunk(
+        carried: Carried, xs: tuple[Any, ...]
+    ) -> tuple[Carried, tuple[Array, ...]]:
         k_from_start, k_to_end, chunk_decay, v, beta, inverse, slot, source = xs
         state = read_state(carried, slot if source is None else source)
         error = v - k_from_start @ state
@@ -98,7 +106,9 @@ def by_pairs(x: ChunkInputs) -> bool:
     return x.slot is None and x.v.shape[0] > 1
 
 
-def chunk_map(x: ChunkInputs, qk: DecayedQK, pairs: Pairs) -> Float[Array, "N B HV K K"]:
+def chunk_map(
+    x: ChunkInputs, qk: DecayedQK, pairs: Pairs
+) -> Float[Array, "N B HV K K"]:
     """R of every chunk: diag(chunk_decay) - k_to_end^T X diag(beta) k_from_start (docs/math.md, equation 9)."""
     erased = qk.k_to_end.mT @ (pairs.inverse @ (x.beta[..., None] * qk.k_from_start))
     identity = jnp.eye(erased.shape[-1], dtype=erased.dtype)
@@ -120,8 +130,12 @@ def state_map(
     first_slot, last_slot = slots
     key_dim = initial.shape[-2]
     unwritten = jnp.zeros((*initial.shape[:-1], key_dim), initial.dtype)
-    identity = jnp.broadcast_to(jnp.eye(key_dim, dtype=initial.dtype), unwritten[:, 0].shape)
-    both = jnp.concatenate([write_slot(unwritten, first_slot, identity), initial], axis=-1)
+    identity = jnp.broadcast_to(
+        jnp.eye(key_dim, dtype=initial.dtype), unwritten[:, 0].shape
+    )
+    both = jnp.concatenate(
+        [write_slot(unwritten, first_slot, identity), initial], axis=-1
+    )
     both = vary_with(both, x.k)
 
     def stages(states: Carried, xs: tuple[ChunkInputs, Pairs]) -> tuple[Carried, None]:
@@ -158,9 +172,13 @@ def output_scan(
     return output, final
 
 
-def intra_over_chunks(x: ChunkInputs, scalar_gate: bool, chunk_at_a_time: bool) -> Pairs:
+def intra_over_chunks(
+    x: ChunkInputs, scalar_gate: bool, chunk_at_a_time: bool
+) -> Pairs:
     """`intra`, with the temporaries of one chunk only where chunks go one at a time."""
-    _, pairs = over_chunks(lambda _, x: (None, intra(x, scalar_gate)), None, x, chunk_at_a_time)
+    _, pairs = over_chunks(
+        lambda _, x: (None, intra(x, scalar_gate)), None, x, chunk_at_a_time
+    )
     return pairs
 
 
@@ -182,7 +200,9 @@ def over_chunks(
 # One state per sequence, or one per segment.
 
 
-def read_state(states: Carried, slot: Int[Array, " B"] | None) -> Float[Array, "B HV K V"]:
+def read_state(
+    states: Carried, slot: Int[Array, " B"] | None
+) -> Float[Array, "B HV K V"]:
     """The state that a chunk begins from."""
     return states[:, 0] if slot is None else read_slot(states, slot)
 

@@ -35,12 +35,16 @@ def matmul_precision(inputs: Inputs) -> AbstractContextManager[None]:
     """
     narrow = all(x.dtype.itemsize == 2 for x in (inputs.q, inputs.k, inputs.v))
     enough = "high" if narrow else "highest"
-    return jax.default_matmul_precision(jax.config.jax_default_matmul_precision or enough)
+    return jax.default_matmul_precision(
+        jax.config.jax_default_matmul_precision or enough
+    )
 
 
 def _by_platform(stages: Callable, *args: Any) -> Any:
     """One chunk at a time on a CPU, whose cache then holds what lies between the stages; all at once elsewhere."""
-    one, all_at_once = (functools.partial(stages, chunk_at_a_time=flag) for flag in (True, False))
+    one, all_at_once = (
+        functools.partial(stages, chunk_at_a_time=flag) for flag in (True, False)
+    )
     return by_platform(*args, cpu=one, default=all_at_once)
 
 
@@ -63,7 +67,9 @@ def forward(
         entered = None
         if stretch is not None:
             slots = (stretch.first, stretch.last)
-            entered = stretch.enter(initial, lambda states: run(state_map, x, states, slots, pairs))
+            entered = stretch.enter(
+                initial, lambda states: run(state_map, x, states, slots, pairs)
+            )
             entered = name_entered(entered)
             initial = entered.states
         output, final = run(output_scan, x, initial, pairs)
@@ -94,7 +100,9 @@ def backward_of(
 
     with jax.named_scope("jfla_chunk_backward"), matmul_precision(inputs):
         without_ids = inputs._replace(segment_ids=None)
-        (x, initial), adjoint, (slot, source) = jax.vjp(prepared, without_ids, has_aux=True)
+        (x, initial), adjoint, (slot, source) = jax.vjp(
+            prepared, without_ids, has_aux=True
+        )
         x = x._replace(slot=slot, source=source)
         to_output = lambda o: from_chunks(o, inputs, options)
         (do,) = jax.linear_transpose(to_output, x.v)(d_output.output)
@@ -103,7 +111,9 @@ def backward_of(
             d_final = d_final + d_output.final_state.reshape(initial.shape)
         stages = functools.partial(backward, scalar_gate=options.op.scalar_gate)
         if entered is None:
-            (cotangents,) = adjoint(_by_platform(stages, x, initial, pairs, do, d_final))
+            (cotangents,) = adjoint(
+                _by_platform(stages, x, initial, pairs, do, d_final)
+            )
             return cotangents
         stretch = entered.stretch
         at_start = lambda d_final: _by_platform(dstate_at_start, x, d_final, pairs, do)
@@ -129,7 +139,9 @@ def name_residuals(pairs: Pairs) -> Pairs:
 def name_entered(entered: Entered) -> Entered:
     """For the same: what would have to go over the network again."""
     states = checkpoint_name(entered.states, "jfla_entering_state")
-    return entered._replace(states=states, r=checkpoint_name(entered.r, "jfla_state_map"))
+    return entered._replace(
+        states=states, r=checkpoint_name(entered.r, "jfla_state_map")
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +156,9 @@ class _Rule:
     def forward(self, inputs: Inputs) -> tuple[DeltaRuleOutput, Residuals]:
         return forward(inputs, self.options)
 
-    def backward(self, inputs: Inputs, residuals: Residuals, d_output: DeltaRuleOutput) -> Inputs:
+    def backward(
+        self, inputs: Inputs, residuals: Residuals, d_output: DeltaRuleOutput
+    ) -> Inputs:
         return backward_of(inputs, self.options, residuals, d_output)
 
     def plain(self, inputs: Inputs) -> DeltaRuleOutput:

@@ -19,7 +19,9 @@ def intra(inputs: Inputs, options: Options) -> tuple[QK, IntraChunk]:
     """q and k as they meet the state, a_qk and a_inv of every chunk."""
     x, _ = prepare_chunks(inputs, options)
     a_qk, inverse = forward.intra(x, options.op.scalar_gate)
-    pairs = IntraChunk(_chunks_third(a_qk), _chunks_third(inverse * x.beta[..., None, :]))
+    pairs = IntraChunk(
+        _chunks_third(a_qk), _chunks_third(inverse * x.beta[..., None, :])
+    )
     if options.op.scalar_gate:
         return _factored_qk(inputs, options, x), pairs
     return _chunks_third(forward.decayed_qk(x)), pairs
@@ -44,7 +46,9 @@ def _factored_qk(inputs: Inputs, options: Options, x: ChunkInputs) -> FactoredQK
     return FactoredQK(q, k, _chunks_third(factors))
 
 
-def _inverse_norms(x: Float[Array, "B T H K"], value_heads: int) -> Float[Array, "N B HV C"]:
+def _inverse_norms(
+    x: Float[Array, "B T H K"], value_heads: int
+) -> Float[Array, "N B HV C"]:
     """1 / norm of every row, as `l2norm` has it."""
     x = at_least_f32(x)
     norms = lax.rsqrt(jnp.sum(x * x, axis=-1) + NORM_EPSILON)
@@ -106,7 +110,9 @@ def chunk_grads(inputs: Inputs, options: Options, scans: ScanResults) -> ChunkGr
     return ChunkGrads(dq, dk, to_tokens(grads.dg), v_new_dot_dv)
 
 
-def _through_norms(inputs: Inputs, options: Options, dq: Array, dk: Array) -> tuple[Array, Array]:
+def _through_norms(
+    inputs: Inputs, options: Options, dq: Array, dk: Array
+) -> tuple[Array, Array]:
     """Cotangents of q and k as the caller passed them, for every value head."""
     group = inputs.v.shape[2] // inputs.q.shape[2]
 
@@ -120,13 +126,19 @@ def _through_norms(inputs: Inputs, options: Options, dq: Array, dk: Array) -> tu
     return jax.vjp(elementwise, q, k)[1]((dq, dk))
 
 
-def _whole_chunks(x: Float[Array, "B T H K"], inputs: Inputs) -> Float[Array, "B T_whole H K"]:
+def _whole_chunks(
+    x: Float[Array, "B T H K"], inputs: Inputs
+) -> Float[Array, "B T_whole H K"]:
     """q or k as the caller passed it, 0 on padding and in the tail of the last chunk."""
     tail = -x.shape[1] % CHUNK
-    return jnp.pad(without_padding(x, inputs.segment_ids), ((0, 0), (0, tail), (0, 0), (0, 0)))
+    return jnp.pad(
+        without_padding(x, inputs.segment_ids), ((0, 0), (0, tail), (0, 0), (0, 0))
+    )
 
 
-def _folded_chunks(inputs: Inputs, options: Options) -> tuple[ChunkInputs, forward.Carried]:
+def _folded_chunks(
+    inputs: Inputs, options: Options
+) -> tuple[ChunkInputs, forward.Carried]:
     """Chunks with a beta of 1: it is in a_inv."""
     x, initial = prepare_chunks(inputs, options)
     return x._replace(beta=jnp.ones_like(x.beta)), initial

@@ -7,7 +7,9 @@ from jaxtyping import Array, Float
 def halving_sizes(chunk: int) -> list[int]:
     """The sizes s of the squares of a chunk, small ones first."""
     if chunk & (chunk - 1):
-        raise ValueError(f"{chunk=} must be a power of two: it is halved down to single tokens")
+        raise ValueError(
+            f"{chunk=} must be a power of two: it is halved down to single tokens"
+        )
     return [1 << level for level in range(chunk.bit_length() - 1)]
 
 
@@ -26,7 +28,9 @@ def join(
     return x.reshape(*x.shape[:-4], -1, x.shape[-1])
 
 
-def off_diagonal(x: Float[Array, "*batch C C"], size: int) -> Float[Array, "*batch M s s"]:
+def off_diagonal(
+    x: Float[Array, "*batch C C"], size: int
+) -> Float[Array, "*batch M s s"]:
     """The squares below the diagonal blocks of 2 * size tokens: late rows, early columns."""
     *batch, rows, columns = x.shape
     halved_rows = (rows // (2 * size), 2, size)

@@ -36,7 +36,10 @@ def test_chain_is_the_maps_one_after_the_other(maps, given, reverse):
     order = range(5)[::-1] if reverse else range(5)
     with jax.enable_x64(True):
         got = affine.chain(
-            jnp.asarray(first) if given else None, jnp.asarray(r), jnp.asarray(c), reverse=reverse
+            jnp.asarray(first) if given else None,
+            jnp.asarray(r),
+            jnp.asarray(c),
+            reverse=reverse,
         )
         want = one_by_one(first if given else 0 * first, r, c, order)
         np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-12)
@@ -55,7 +58,9 @@ def test_a_chain_by_pairs_is_the_chain(num_spans, reverse):
         behind = affine.through(jnp.asarray(first), *spans, reverse=reverse)
         maps = [jnp.asarray(x) for x in (first, r, c)]
         got, end = affine.chain_by_pairs(*maps, reverse=reverse)
-        np.testing.assert_allclose(got, jnp.moveaxis(want, 2, 0), rtol=1e-12, atol=1e-12)
+        np.testing.assert_allclose(
+            got, jnp.moveaxis(want, 2, 0), rtol=1e-12, atol=1e-12
+        )
         np.testing.assert_allclose(end, behind, rtol=1e-12, atol=1e-12)
 
 
@@ -89,7 +94,9 @@ def span_maps(recurrent, arrays):
         silent = jnp.zeros((*v.shape[:3], K))
         state = {"initial_state": identity, "return_final_state": True}
         linear.append(recurrent(q, k, silent, g, beta, **state).final_state)
-        constant.append(recurrent(q, k, v, g, beta, return_final_state=True).final_state)
+        constant.append(
+            recurrent(q, k, v, g, beta, return_final_state=True).final_state
+        )
     return jnp.stack(linear, axis=2), jnp.stack(constant, axis=2)
 
 
@@ -105,7 +112,9 @@ def test_a_span_of_the_recurrence_is_an_affine_map_of_its_state(op):
         every = recurrent(*arrays, initial_state=first, return_states=True).final_state
         want = [first, *(every[:, span * SPAN - 1] for span in range(1, SPANS + 1))]
         for span in range(SPANS):
-            np.testing.assert_allclose(states[:, :, span], want[span], rtol=1e-11, atol=1e-11)
+            np.testing.assert_allclose(
+                states[:, :, span], want[span], rtol=1e-11, atol=1e-11
+            )
         np.testing.assert_allclose(end, want[-1], rtol=1e-11, atol=1e-11)
 
 
@@ -139,4 +148,6 @@ def test_cotangents_go_through_the_transposed_maps(op):
         d = jnp.stack(d, axis=2)
         dstates = affine.chain(d_last, r.mT, d, reverse=True)
         start = r[:, :, 0].mT @ dstates[:, :, 0] + d[:, :, 0]
-        np.testing.assert_allclose(start, d_initial(arrays, do, d_last), rtol=1e-11, atol=1e-11)
+        np.testing.assert_allclose(
+            start, d_initial(arrays, do, d_last), rtol=1e-11, atol=1e-11
+        )

@@ -53,7 +53,9 @@ def test_several_platforms_in_one_module():
 
 
 def test_vmap_of_what_is_traced_late():
-    chosen = jax.vmap(lambda x: by_platform(x, None, cpu=Traced(2.0), default=Traced(3.0)))
+    chosen = jax.vmap(
+        lambda x: by_platform(x, None, cpu=Traced(2.0), default=Traced(3.0))
+    )
     scaled, totals = jax.jit(chosen)(X)
     np.testing.assert_array_equal(scaled, 2 * X)
     np.testing.assert_array_equal(totals, X.sum(axis=1))

@@ -22,7 +22,11 @@ def described(function, time=4, dim=64, dtype="bfloat16", heads=2):
     shape = jax.ShapeDtypeStruct
     x = shape((1, time, heads, dim), dtype)
     per_head = shape((1, time, heads), "float32")
-    g = shape((1, time, heads, dim), "float32") if function.__name__.endswith("kda") else per_head
+    g = (
+        shape((1, time, heads, dim), "float32")
+        if function.__name__.endswith("kda")
+        else per_head
+    )
     return [x, x, x, g, per_head]
 
 
@@ -55,7 +59,9 @@ def test_a_call_that_the_kernels_take(function):
     assert there.implementation == "pallas"
     assert there.by_platform
     assert there.reasons == {"xla": "the kernels take this call"}
-    assert "Hopper kernels where it is lowered for CUDA, elsewhere plain JAX" in str(there)
+    assert "Hopper kernels where it is lowered for CUDA, elsewhere plain JAX" in str(
+        there
+    )
     with jfla.pallas.interpret():
         here = jfla.explain(function, *described(function))
     assert (here.implementation, here.by_platform) == ("pallas", False)
@@ -80,14 +86,21 @@ def test_a_padded_call_is_told():
             choice = jfla.explain(jfla.chunk_kda, *described(jfla.chunk_kda, dim=dim))
             assert choice.implementation == "pallas"
             assert f"K = {dim} padded to {padded}" in str(choice)
-        assert "padded" not in str(jfla.explain(jfla.chunk_kda, *described(jfla.chunk_kda)))
+        assert "padded" not in str(
+            jfla.explain(jfla.chunk_kda, *described(jfla.chunk_kda))
+        )
 
 
 @pytest.mark.parametrize(
     ("function", "call", "options", "reason"),
     [
         (jfla.chunk_gdn, {"dim": 264}, {}, "K = 264"),
-        (jfla.chunk_gdn, {"dtype": "float32"}, {}, "q is float32; the kernels take bfloat16 and"),
+        (
+            jfla.chunk_gdn,
+            {"dtype": "float32"},
+            {},
+            "q is float32; the kernels take bfloat16 and",
+        ),
         (
             jfla.recurrent_kda,
             {},
@@ -102,13 +115,23 @@ def test_a_padded_call_is_told():
         ),
     ],
 )
-def test_the_reason_of_a_call_that_the_kernels_cannot_take(function, call, options, reason):
+def test_the_reason_of_a_call_that_the_kernels_cannot_take(
+    function, call, options, reason
+):
     with compiling_for("9.0"):
         choice = jfla.explain(function, *described(function, **call), **options)
         assert choice.implementation == "xla"
-        assert choice.reasons["pallas"].startswith(reason) or reason in choice.reasons["pallas"]
+        assert (
+            choice.reasons["pallas"].startswith(reason)
+            or reason in choice.reasons["pallas"]
+        )
         with pytest.raises(NotImplementedError, match=reason.split(";")[0]):
-            jfla.explain(function, *described(function, **call), **options, implementation="pallas")
+            jfla.explain(
+                function,
+                *described(function, **call),
+                **options,
+                implementation="pallas",
+            )
 
 
 @pytest.mark.parametrize("function", OPS, ids=lambda f: f.__name__)
@@ -125,7 +148,10 @@ def test_another_gpu_takes_kernels_that_were_not_measured_there(function, capabi
     ("capability", "reason"),
     [
         ("7.5", "compute capability 7.5, which has no mma.sync of bfloat16"),
-        ("12.0", "compute capability 12.0, for which ptxas does not take the sm_120a code"),
+        (
+            "12.0",
+            "compute capability 12.0, for which ptxas does not take the sm_120a code",
+        ),
         ("9.9", "9.9; the kernels are compiled for 8.0, 8.6, 8.9, 9.0 and 10.0"),
     ],
 )
@@ -138,7 +164,9 @@ def test_a_gpu_without_kernels(capability, reason):
 def test_larger_heads_are_for_hopper():
     with compiling_for("8.0"):
         chunk = jfla.explain(jfla.chunk_gdn, *described(jfla.chunk_gdn, dim=192))
-        decode = jfla.explain(jfla.recurrent_gdn, *described(jfla.recurrent_gdn, dim=256))
+        decode = jfla.explain(
+            jfla.recurrent_gdn, *described(jfla.recurrent_gdn, dim=256)
+        )
     assert chunk.reasons == {"pallas": "K = 192; the mma.sync kernels take K up to 128"}
     assert decode.implementation == "pallas"
 
@@ -146,19 +174,27 @@ def test_larger_heads_are_for_hopper():
 @pytest.mark.parametrize("bad", ["9", "sm_90", "9.0.0", ""])
 def test_compiling_for_takes_a_compute_capability(bad):
     with (
-        pytest.raises(ValueError, match=r'compute_capability must be a string such as "9\.0"'),
+        pytest.raises(
+            ValueError, match=r'compute_capability must be a string such as "9\.0"'
+        ),
         compiling_for(bad),
     ):
         pass
-    with pytest.raises(ValueError, match="num_sms must be an int"), compiling_for("9.0", num_sms=0):
+    with (
+        pytest.raises(ValueError, match="num_sms must be an int"),
+        compiling_for("9.0", num_sms=0),
+    ):
         pass
 
 
 @pytest.mark.parametrize(
-    "function", [jfla.reference.chunk_kda, jfla.segment_ids_from_cu_seqlens, jnp.exp, "chunk_kda"]
+    "function",
+    [jfla.reference.chunk_kda, jfla.segment_ids_from_cu_seqlens, jnp.exp, "chunk_kda"],
 )
 def test_other_functions_are_refused(function):
-    with pytest.raises(ValueError, match=r"function must be jfla\.chunk_kda, chunk_gdn"):
+    with pytest.raises(
+        ValueError, match=r"function must be jfla\.chunk_kda, chunk_gdn"
+    ):
         jfla.explain(function, *described(jfla.chunk_kda))
 
 
@@ -218,9 +254,9 @@ def test_a_call_exported_for_cuda_has_kernels_in_it(function):
     gradient = jax.jit(jax.grad(lambda x: loss(function, x)))
     unchecked = [jax.export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")]
     with compiling_for("9.0"):
-        exported = jax.export.export(gradient, platforms=["cuda"], disabled_checks=unchecked)(
-            described(function)
-        )
+        exported = jax.export.export(
+            gradient, platforms=["cuda"], disabled_checks=unchecked
+        )(described(function))
     assert "mosaic_gpu" in exported.mlir_module()
 
 
@@ -251,7 +287,10 @@ print(loaded)
 
 SPLIT = {
     "rows": ({"q": ("x",), "v": ("x",)}, None),
-    "heads": ({"q": (None, None, "x"), "v": (None, None, "x"), "beta": (None, None, "x")}, None),
+    "heads": (
+        {"q": (None, None, "x"), "v": (None, None, "x"), "beta": (None, None, "x")},
+        None,
+    ),
     "channels": ({"v": (None, None, None, "x")}, "V is split over 2 devices"),
     "time": ({"g": (None, "x")}, "T is split over 2 devices"),
     "heads that are too few": (

@@ -42,7 +42,10 @@ GATED = Call("gdn", "softplus", state=True)
 USUAL = (CALLS[1], CALLS[3])  # the others only with -m slow
 EACH_CALL = pytest.mark.parametrize(
     "call",
-    [pytest.param(call, marks=[] if call in USUAL else [pytest.mark.slow]) for call in CALLS],
+    [
+        pytest.param(call, marks=[] if call in USUAL else [pytest.mark.slow])
+        for call in CALLS
+    ],
     ids=str,
 )
 
@@ -63,7 +66,9 @@ def draw(call: Call, seed: int = 0, batch: int = 2) -> dict[str, jax.Array]:
     x["g"] = -rng.random((*tokens, 2, *gate_dim))
     x["beta"] = rng.standard_normal((*tokens, 2))
     if call.gate:
-        x["a_log"] = rng.standard_normal(2) - 4  # slow decays: the initial state is not forgotten
+        x["a_log"] = (
+            rng.standard_normal(2) - 4
+        )  # slow decays: the initial state is not forgotten
         x["dt_bias"] = rng.standard_normal((2, *gate_dim))
     if call.state:
         states = (3,) if call.segments == "states" else ()
@@ -125,7 +130,10 @@ def tangents_of(x: dict[str, jax.Array]) -> dict[str, jax.Array]:
 def wanted(call: Call) -> tuple:
     """What the reference makes of `draw(call)`: (outputs, tangents), and (loss, gradients)."""
     plain = plain_of(call)
-    run = lambda x: (jvp_of(plain)(x, tangents_of(x)), jax.value_and_grad(loss_of(plain))(x))
+    run = lambda x: (
+        jvp_of(plain)(x, tangents_of(x)),
+        jax.value_and_grad(loss_of(plain))(x),
+    )
     return jax.jit(run)(draw(call))
 
 
@@ -162,7 +170,9 @@ def test_tangents_of_one_argument_alone():
         def of(x: dict[str, jax.Array], name: str) -> tuple:
             return jvp_of(lambda a: op(x | {name: a}))(x[name], jnp.cos(x[name]))
 
-        return jax.jit(lambda x: {name: of(x, name) for name in ("k", "a_log", "initial_state")})
+        return jax.jit(
+            lambda x: {name: of(x, name) for name in ("k", "a_log", "initial_state")}
+        )
 
     assert_close(along(op_of(GATED))(x), along(plain_of(GATED))(x))
 
@@ -201,21 +211,29 @@ def test_vmap_over_tangents_alone_and_over_one_argument_inside_another_axis():
 
 
 @pytest.mark.parametrize(
-    "policy", [pytest.param(None, marks=pytest.mark.slow), NAMED], ids=["nothing", "named"]
+    "policy",
+    [pytest.param(None, marks=pytest.mark.slow), NAMED],
+    ids=["nothing", "named"],
 )
 def test_through_scan_and_checkpoint(policy):
     """Forward, reverse, and reverse of forward mode: layers one after the other, each made again in the backward."""
     x = draw(GATED)
 
     def stacked(op: Callable) -> Callable:
-        def layer(x: dict[str, jax.Array], scale: jax.Array) -> tuple[dict[str, jax.Array], None]:
+        def layer(
+            x: dict[str, jax.Array], scale: jax.Array
+        ) -> tuple[dict[str, jax.Array], None]:
             return x | {"v": scale * op(x)["output"] + x["v"]}, None
 
         layers = jax.checkpoint(layer, policy=policy)
         run = lambda x: lax.scan(layers, x, jnp.asarray([0.5, 2.0]))[0]["v"]
         slope = lambda x: jax.jvp(loss_of(run), (x,), (tangents_of(x),))[1]
         return jax.jit(
-            lambda x: (jvp_of(run)(x, tangents_of(x)), jax.grad(loss_of(run))(x), slope(x))
+            lambda x: (
+                jvp_of(run)(x, tangents_of(x)),
+                jax.grad(loss_of(run))(x),
+                slope(x),
+            )
         )
 
     assert_close(stacked(op_of(GATED))(x), stacked(plain_of(GATED))(x))
@@ -230,7 +248,9 @@ def test_jacobians_by_columns_and_by_rows():
 
     def output(moved: dict[str, jax.Array]) -> jax.Array:
         k = x["k"].at[:, 62:66].set(moved["k"])
-        return op_of(GATED)(x | {"k": k, "a_log": moved["a_log"]})["output"][:, 63:66, :, :2]
+        return op_of(GATED)(x | {"k": k, "a_log": moved["a_log"]})["output"][
+            :, 63:66, :, :2
+        ]
 
     assert_close(jax.jit(jax.jacfwd(output))(moved), jax.jit(jax.jacrev(output))(moved))
 
@@ -287,7 +307,9 @@ def test_one_of_two_outputs_alone():
     x = draw(GATED)
     final = lambda op: lambda x: jnp.sum(jnp.sin(op(x)["final_state"]))
     without_q = {name: a for name, a in x.items() if name != "q"}
-    grad = lambda op: jax.jit(jax.grad(lambda rest: final(op)(rest | {"q": x["q"]})))(without_q)
+    grad = lambda op: jax.jit(jax.grad(lambda rest: final(op)(rest | {"q": x["q"]})))(
+        without_q
+    )
     assert_close(grad(op_of(GATED)), grad(plain_of(GATED)))
 
 
@@ -315,13 +337,21 @@ def test_a_checkpoint_policy_finds_the_matrices(capsys):
 # Several devices.
 
 
-def by_rows(call: Call, run: Callable, check_vma: bool, **specs: PartitionSpec) -> Callable:
+def by_rows(
+    call: Call, run: Callable, check_vma: bool, **specs: PartitionSpec
+) -> Callable:
     """`run` under shard_map over the batch; the gate's parameters are the same for all devices."""
-    mesh = jax.make_mesh((2,), ("b",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    mesh = jax.make_mesh(
+        (2,), ("b",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2]
+    )
     everywhere = dict.fromkeys(("a_log", "dt_bias"), PartitionSpec())
     layout = {name: everywhere.get(name, PartitionSpec("b")) for name in draw(call)}
     return jax.shard_map(
-        run, mesh=mesh, in_specs=(layout,), out_specs=PartitionSpec("b"), check_vma=check_vma
+        run,
+        mesh=mesh,
+        in_specs=(layout,),
+        out_specs=PartitionSpec("b"),
+        check_vma=check_vma,
     )
 
 
@@ -330,7 +360,9 @@ def by_rows(call: Call, run: Callable, check_vma: bool, **specs: PartitionSpec) 
     [True, pytest.param(False, marks=pytest.mark.slow)],
     ids=["check_vma", "no_vma"],
 )
-@pytest.mark.parametrize("call", [GATED, pytest.param(CALLS[1], marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize(
+    "call", [GATED, pytest.param(CALLS[1], marks=pytest.mark.slow)], ids=str
+)
 def test_shard_map(call, check_vma):
     """Tangents inside and outside of it, and gradients through it."""
     op = op_of(call)
@@ -339,7 +371,11 @@ def test_shard_map(call, check_vma):
 
     @jax.jit
     def run(x: dict[str, jax.Array]) -> tuple:
-        return jvp_of(sharded)(x, tangents_of(x)), inside(x), jax.grad(loss_of(sharded))(x)
+        return (
+            jvp_of(sharded)(x, tangents_of(x)),
+            inside(x),
+            jax.grad(loss_of(sharded))(x),
+        )
 
     outside, within, grads = run(draw(call))
     tangents, (_, want) = wanted(call)
@@ -352,9 +388,12 @@ def test_gradients_inside_of_shard_map():
     """Those of the gate's parameters are summed over the devices."""
     call = GATED
     x = draw(call)
-    mesh = jax.make_mesh((2,), ("b",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    mesh = jax.make_mesh(
+        (2,), ("b",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2]
+    )
     layout = {
-        name: PartitionSpec() if name in ("a_log", "dt_bias") else PartitionSpec("b") for name in x
+        name: PartitionSpec() if name in ("a_log", "dt_bias") else PartitionSpec("b")
+        for name in x
     }
     grad = jax.grad(loss_of(op_of(call)))
     sharded = jax.shard_map(grad, mesh=mesh, in_specs=(layout,), out_specs=layout)
@@ -367,9 +406,13 @@ def test_explicit_mesh_axes():
     x = draw(call)
     tokens = {"v", "g", "beta"}
     spec = {
-        name: PartitionSpec("b", None, "h") if name in tokens else PartitionSpec() for name in x
+        name: PartitionSpec("b", None, "h") if name in tokens else PartitionSpec()
+        for name in x
     }
-    placed = {name: jax.device_put(a, NamedSharding(mesh, spec[name])) for name, a in x.items()}
+    placed = {
+        name: jax.device_put(a, NamedSharding(mesh, spec[name]))
+        for name, a in x.items()
+    }
     op = op_of(call)
     run = lambda x: (jvp_of(op)(x, tangents_of(x)), jax.grad(loss_of(op))(x))
     with jax.set_mesh(mesh):

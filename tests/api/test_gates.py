@@ -9,7 +9,9 @@ import jfla
 from jfla.gates import l2norm, log_decay, write_strength
 
 KINDS = [jfla.SoftplusGate, jfla.SigmoidGate]
-INPUTS = np.array([-1e4, -100, -30, -16, -10, -1, -1e-3, 0, 1e-3, 1, 10, 16, 30, 100, 1e4])
+INPUTS = np.array(
+    [-1e4, -100, -30, -16, -10, -1, -1e-3, 0, 1e-3, 1, 10, 16, 30, 100, 1e4]
+)
 RATES = np.array([-100, -20, -3, 0, 3, 20, 59, 61, 88, 89, 100.0])
 
 
@@ -30,7 +32,9 @@ def test_values_follow_the_formula_over_the_whole_range(kind):
     assert np.isfinite(g).all()
     assert (g <= 0).all()
     # What matters is the decay; where that is exactly 0 the rate may stop growing.
-    np.testing.assert_allclose(np.exp(g.astype(np.float64)), np.exp(want), rtol=2e-5, atol=1e-37)
+    np.testing.assert_allclose(
+        np.exp(g.astype(np.float64)), np.exp(want), rtol=2e-5, atol=1e-37
+    )
     ordinary = (want > -100) & (want < -1e-37) & (np.abs(a_log) < 60)
     np.testing.assert_allclose(g[ordinary], want[ordinary], rtol=5e-6)
     assert ordinary.sum() > 40
@@ -49,14 +53,19 @@ def test_values_and_gradients_are_finite(kind, dtype):
         return value, adjoint(jnp.ones_like(value)), adjoint(jnp.exp(value))
 
     with jax.enable_x64(dtype == "float64"):
-        a_log, x = (jnp.asarray(a, dtype) for a in np.meshgrid(rates, INPUTS, indexing="ij"))
+        a_log, x = (
+            jnp.asarray(a, dtype) for a in np.meshgrid(rates, INPUTS, indexing="ij")
+        )
         for bias in (-1e4, 0.0, 1e4):
             results = run(
-                a_log[:, 0].astype(parameter_dtype), jnp.full(len(rates), bias, parameter_dtype), x
+                a_log[:, 0].astype(parameter_dtype),
+                jnp.full(len(rates), bias, parameter_dtype),
+                x,
             )
             assert results[0].dtype == ("float64" if dtype == "float64" else "float32")
             assert all(
-                np.isfinite(np.asarray(a, np.float64)).all() for a in jax.tree.leaves(results)
+                np.isfinite(np.asarray(a, np.float64)).all()
+                for a in jax.tree.leaves(results)
             ), bias
 
 
@@ -67,7 +76,9 @@ def test_low_precision_inputs_are_computed_and_summed_in_float32(kind, bias):
     rng = np.random.default_rng(0)
     x = jnp.asarray(4 * rng.standard_normal((2, 512, 3, 8)), jnp.bfloat16)
     parameters = [jnp.asarray(rng.uniform(-2, 2, 3), jnp.float32)]
-    parameters += [jnp.asarray(rng.standard_normal((3, 8)), jnp.float32)] if bias else []
+    parameters += (
+        [jnp.asarray(rng.standard_normal((3, 8)), jnp.float32)] if bias else []
+    )
     cotangent = rng.standard_normal(x.shape)
 
     @jax.jit
@@ -94,7 +105,9 @@ def test_low_precision_inputs_are_computed_and_summed_in_float32(kind, bias):
 @pytest.mark.parametrize("kind", KINDS)
 def test_low_precision_parameters_keep_their_dtype_and_a_float32_sum(kind):
     rng = np.random.default_rng(1)
-    x, cotangent = (jnp.asarray(rng.standard_normal((2, 512, 3, 8)), jnp.float32) for _ in range(2))
+    x, cotangent = (
+        jnp.asarray(rng.standard_normal((2, 512, 3, 8)), jnp.float32) for _ in range(2)
+    )
     parameters = (
         jnp.asarray(rng.uniform(-2, 2, 3), jnp.bfloat16),
         jnp.asarray(rng.standard_normal((3, 8)), jnp.bfloat16),
@@ -104,7 +117,9 @@ def test_low_precision_parameters_keep_their_dtype_and_a_float32_sum(kind):
     def gradient(*parameters):
         return jax.vjp(lambda *p: kind(*p)(x), *parameters)[1](cotangent)
 
-    for a, b in zip(gradient(*parameters), gradient(*(p.astype(jnp.float32) for p in parameters))):
+    for a, b in zip(
+        gradient(*parameters), gradient(*(p.astype(jnp.float32) for p in parameters))
+    ):
         assert a.dtype == jnp.bfloat16
         np.testing.assert_allclose(np.float32(a), b, rtol=2**-8, atol=1e-6)
 
@@ -138,11 +153,15 @@ def test_log_decay_without_a_gate_is_the_input():
 def test_write_strength_and_l2norm():
     logits = jnp.array([-40.0, 0.0, 40.0], jnp.float16)
     assert write_strength(logits, None).dtype == jnp.float32
-    np.testing.assert_allclose(write_strength(logits, 2.0), [2 * np.exp(-40.0), 1, 2], rtol=1e-6)
+    np.testing.assert_allclose(
+        write_strength(logits, 2.0), [2 * np.exp(-40.0), 1, 2], rtol=1e-6
+    )
     x = jnp.array([[0.0, 0.0], [3.0, 4.0], [1e-3, 0.0]], jnp.bfloat16)
     wide = np.asarray(x, np.float64)
     np.testing.assert_allclose(
         l2norm(x), wide / np.sqrt((wide**2).sum(-1, keepdims=True) + 1e-6), rtol=1e-6
     )
     assert l2norm(x).dtype == jnp.float32
-    np.testing.assert_array_equal(jax.grad(lambda x: l2norm(x).sum())(jnp.zeros((1, 2))), 1e3)
+    np.testing.assert_array_equal(
+        jax.grad(lambda x: l2norm(x).sum())(jnp.zeros((1, 2))), 1e3
+    )

@@ -25,7 +25,9 @@ def check(name: str, results: dict, arrays: dict, expected: set[str]) -> None:
         if array in arrays
     }
     wrong = {
-        array: (e, limit(name, array)) for array, e in errors.items() if not e <= limit(name, array)
+        array: (e, limit(name, array))
+        for array, e in errors.items()
+        if not e <= limit(name, array)
     }
     assert not wrong
     assert (
@@ -37,7 +39,9 @@ def check(name: str, results: dict, arrays: dict, expected: set[str]) -> None:
 @pytest.mark.parametrize("name", goldens.OPS)
 def test_outputs_and_gradients(name, form):
     arrays, options = goldens.load(name)
-    op = functools.partial(getattr(jfla, f"{form}_{options['op']}"), implementation="xla")
+    op = functools.partial(
+        getattr(jfla, f"{form}_{options['op']}"), implementation="xla"
+    )
     results = jax.jit(lambda arrays: goldens.results(op, arrays, options))(arrays)
     expected = FORWARD | {f"d{x}" for x in goldens.differentiable(arrays, options)}
     check(name, results, arrays, expected)
@@ -48,7 +52,9 @@ def test_outputs_of_the_undecorated_chunked_form(name):
     arrays, options = goldens.load(name)
     op = getattr(jfla.reference, f"chunk_{options['op']}")
     run = jax.jit(
-        lambda arrays: goldens.run(op, goldens.differentiable(arrays, options), arrays, options)
+        lambda arrays: goldens.run(
+            op, goldens.differentiable(arrays, options), arrays, options
+        )
     )
     out = run(arrays)
     for array, x in (("o", out.output), ("final_state", out.final_state)):
@@ -62,7 +68,9 @@ def test_gates(case):
 
     @jax.jit
     def run(inputs, dy):
-        y, adjoint = jax.vjp(lambda inputs: goldens.gate(inputs, lower_bound)(inputs["g"]), inputs)
+        y, adjoint = jax.vjp(
+            lambda inputs: goldens.gate(inputs, lower_bound)(inputs["g"]), inputs
+        )
         return {"y": y} | {f"d{name}": x for name, x in adjoint(dy)[0].items()}
 
     results = run(inputs, jnp.asarray(arrays["dy"]).reshape(inputs["g"].shape))

@@ -10,7 +10,14 @@ from support.cases import TOKENS, Config, Style, call, compiled, draw, errors, e
 
 # One compile each: packed on the fixed grid, packed with a state per segment, and one sequence per row.
 FIXED = Config(
-    "kda", batch=2, time=130, group=2, gate="softplus", beta_max=1.0, segments=4, dtype="float32"
+    "kda",
+    batch=2,
+    time=130,
+    group=2,
+    gate="softplus",
+    beta_max=1.0,
+    segments=4,
+    dtype="float32",
 )
 ALIGNED = Config(
     "gdn",
@@ -38,7 +45,9 @@ def make(config: Config, style: Style = Style()):  # noqa: B008
 def run(config: Config, form: str, x, ids, cotangents) -> dict[str, np.ndarray]:
     return {
         name: np.asarray(a)
-        for name, a in compiled(config, form, form == "chunk")(x, ids, cotangents).items()
+        for name, a in compiled(config, form, form == "chunk")(
+            x, ids, cotangents
+        ).items()
     }
 
 
@@ -63,12 +72,17 @@ def test_a_batch_neighbour_changes_no_bit(config, form):
     for size in (1, 1e4, np.nan):
         other |= {"v": size * other["v"]}
         mixed = {
-            name: a if name in ("a_log", "dt_bias") else np.stack([a[0], other[name][1]])
+            name: a
+            if name in ("a_log", "dt_bias")
+            else np.stack([a[0], other[name][1]])
             for name, a in x.items()
         }
         beside = run(config, form, mixed, mixed_ids, cotangents)
         assert not same_bits(alone["output"][1], beside["output"][1])
-        for name in alone.keys() - {"da_log", "ddt_bias"}:  # those are sums over the batch
+        for name in alone.keys() - {
+            "da_log",
+            "ddt_bias",
+        }:  # those are sums over the batch
             assert same_bits(alone[name][0], beside[name][0]), name
 
 
@@ -80,7 +94,9 @@ def test_the_past_does_not_see_the_future(config, form):
     before = run(config, form, x, ids, cotangents)["output"]
     for t in (0, 1, 14, 15, 16, 31, 47, 62, 63, 64, 65, 95, 127, 128):
         gates = ("extreme",) if t % 2 else ("none", "strong")
-        future, future_ids, _ = make(config, Style(t + 2, gates=gates, repeated_keys=True))
+        future, future_ids, _ = make(
+            config, Style(t + 2, gates=gates, repeated_keys=True)
+        )
         changed = dict(x)
         for name in TOKENS:
             size = 1e4 if name == "v" else 1
@@ -107,7 +123,9 @@ def test_padding_is_nothing(config, form):
     x, ids, cotangents = make(config)
     ends = np.array([[121], [70]])
     ids = np.where(
-        np.arange(config.time) < ends, np.maximum.accumulate(np.maximum(ids, 1), axis=1), 0
+        np.arange(config.time) < ends,
+        np.maximum.accumulate(np.maximum(ids, 1), axis=1),
+        0,
     )
     padding = ids == 0
     clean = run(config, form, x, ids, cotangents)
@@ -132,7 +150,10 @@ def test_a_row_of_nothing_but_padding(form):
     got = run(ALIGNED, form, x, ids, cotangents)
     assert same_bits(got["final_state"][1], x["initial_state"][1])
     assert same_bits(got["dinitial_state"][1], cotangents["final_state"][1])
-    assert all((got[name][1] == 0).all() for name in ("output", "dq", "dk", "dv", "dg", "dbeta"))
+    assert all(
+        (got[name][1] == 0).all()
+        for name in ("output", "dq", "dk", "dv", "dg", "dbeta")
+    )
 
 
 @pytest.mark.parametrize("op", ["kda", "gdn"])
@@ -141,15 +162,17 @@ def test_packed_equals_looped(op):
     lengths = [1, 0, 64, 40]
     packed = Config(op, batch=1, time=110, segments=4, state=True, final=True)
     x, _, cotangents = draw(packed, Style(4, gates=("usual", "empty")))
-    ids = np.concatenate([np.full(n, i + 1) for i, n in enumerate(lengths)] + [np.zeros(5, int)])[
-        None
-    ]
+    ids = np.concatenate(
+        [np.full(n, i + 1) for i, n in enumerate(lengths)] + [np.zeros(5, int)]
+    )[None]
     got = evaluate(packed, "chunk", x, ids, cotangents)
     start = 0
     for segment, length in enumerate(lengths):
         here, end = slice(start, start + length), start + length
         states = {
-            name: a[:, segment] for name, a in (x | cotangents).items() if name.endswith("state")
+            name: a[:, segment]
+            for name, a in (x | cotangents).items()
+            if name.endswith("state")
         }
         one = {name: x[name][:, here] for name in TOKENS} | {
             "initial_state": states["initial_state"]
@@ -159,10 +182,14 @@ def test_packed_equals_looped(op):
             assert same_bits(got["final_state"][:, segment], states["initial_state"])
             assert same_bits(got["dinitial_state"][:, segment], states["final_state"])
             continue
-        d = {"output": cotangents["output"][:, here], "final_state": states["final_state"]}
+        d = {
+            "output": cotangents["output"][:, here],
+            "final_state": states["final_state"],
+        }
         want = evaluate(alone, "recurrent", one, None, d)
         cut = {
-            name: a[:, segment] if name.endswith("state") else a[:, here] for name, a in got.items()
+            name: a[:, segment] if name.endswith("state") else a[:, here]
+            for name, a in got.items()
         }
         wrong = {name: e for name, e in errors(cut, want).items() if not e <= 1e-12}
         assert not wrong, length
@@ -173,7 +200,14 @@ def test_packed_equals_looped(op):
 def test_two_halves_with_the_state_handed_over_equal_the_whole(op):
     """Also when the second goes token by token: prefill, then decode. Values, and gradients through the state."""
     config = Config(
-        op, batch=1, time=130, group=2, gate="softplus", qk_norm=True, state=True, final=True
+        op,
+        batch=1,
+        time=130,
+        group=2,
+        gate="softplus",
+        qk_norm=True,
+        state=True,
+        final=True,
     )
     half = dataclasses.replace(config, time=65)
     x, _, cotangents = draw(config, Style(6))
@@ -186,7 +220,9 @@ def test_two_halves_with_the_state_handed_over_equal_the_whole(op):
             for cut in (slice(0, 65), slice(65, None))
         ]
         first = call(half, "chunk", parts[0], None)
-        second = call(half, second_form, parts[1] | {"initial_state": first.final_state}, None)
+        second = call(
+            half, second_form, parts[1] | {"initial_state": first.final_state}, None
+        )
         return {
             "output": jnp.concatenate([first.output, second.output], 1),
             "final_state": second.final_state,
@@ -206,11 +242,19 @@ def test_two_halves_with_the_state_handed_over_equal_the_whole(op):
 def test_a_hundred_thousand_tokens():
     """Nothing builds up: with weak gates and none, float32 stays with float64."""
     config = Config(
-        "kda", batch=1, time=100_000, key_dim=8, value_dim=4, final=True, dtype="float32"
+        "kda",
+        batch=1,
+        time=100_000,
+        key_dim=8,
+        value_dim=4,
+        final=True,
+        dtype="float32",
     )
     x, ids, cotangents = draw(config, Style(8, gates=("weak", "none", "usual"), run=16))
     got = evaluate(config, "chunk", x, ids, cotangents)
-    want = evaluate(dataclasses.replace(config, dtype="float64"), "recurrent", x, ids, cotangents)
+    want = evaluate(
+        dataclasses.replace(config, dtype="float64"), "recurrent", x, ids, cotangents
+    )
     wrong = {
         name: e
         for name, e in errors(got, want).items()

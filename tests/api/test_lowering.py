@@ -10,7 +10,9 @@ OPS = [jfla.chunk_kda, jfla.chunk_gdn, jfla.recurrent_kda, jfla.recurrent_gdn]
 
 
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.__name__)
-@pytest.mark.parametrize("platform", ["tpu", pytest.param("rocm", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "platform", ["tpu", pytest.param("rocm", marks=pytest.mark.slow)]
+)
 def test_ops_and_gradients_are_lowered_for(platform: str, op):
     """Nothing in them is a GPU's alone, and no kernel of another platform is called."""
     tokens = (1, 130, 2)

@@ -6,7 +6,18 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, example, given, settings
-from support.cases import GATES, Config, Style, draw, error, errors, evaluate, oracle, slope, styles
+from support.cases import (
+    GATES,
+    Config,
+    Style,
+    draw,
+    error,
+    errors,
+    evaluate,
+    oracle,
+    slope,
+    styles,
+)
 
 KDA = [
     Config(time=130, group=2, state=True, final=True),
@@ -21,16 +32,40 @@ KDA = [
         final=True,
     ),
     Config(time=64, group=4, gate="sigmoid", beta_max=2.0, state=True),
-    Config(time=63, heads=2, key_dim=4, value_dim=8, gate="sigmoid-", qk_norm=True, scale=1.0),
+    Config(
+        time=63,
+        heads=2,
+        key_dim=4,
+        value_dim=8,
+        gate="sigmoid-",
+        qk_norm=True,
+        scale=1.0,
+    ),
     Config(time=1, group=4, gate="softplus-", state=True, final=True),
     Config(time=130, group=2, segments=4, state=True, final=True),
     Config(time=130, heads=2, segments=4, gate="softplus", beta_max=2.0, qk_norm=True),
 ]
 GDN = [
     Config(time=130, heads=2, group=2, state=True, final=True, qk_norm=True),
-    Config(time=64, heads=2, key_dim=4, value_dim=8, gate="sigmoid", qk_norm=True, final=True),
+    Config(
+        time=64,
+        heads=2,
+        key_dim=4,
+        value_dim=8,
+        gate="sigmoid",
+        qk_norm=True,
+        final=True,
+    ),
     Config(time=63, group=2, gate="softplus-", beta_max=1.0, state=True, scale=0.5),
-    Config(time=130, group=2, segments=4, gate="softplus", beta_max=1.0, state=True, final=True),
+    Config(
+        time=130,
+        group=2,
+        segments=4,
+        gate="softplus",
+        beta_max=1.0,
+        state=True,
+        final=True,
+    ),
 ]
 CONFIGS = KDA + [dataclasses.replace(config, op="gdn") for config in GDN]
 
@@ -60,7 +95,9 @@ def hypotheses(examples: int):
         suppress_health_check=checks,
     )
     return lambda test: options(
-        example(HARD)(example(dataclasses.replace(HARD, run=16))(given(style=styles)(test)))
+        example(HARD)(
+            example(dataclasses.replace(HARD, run=16))(given(style=styles)(test))
+        )
     )
 
 
@@ -72,7 +109,9 @@ def test_float64_is_the_definition(config, style):
     chunked = evaluate(config, "chunk", x, ids, cotangents)
     recurrent = evaluate(config, "recurrent", x, ids, cotangents)
     assert chunked.keys() == {*cotangents, *(f"d{name}" for name in x)}
-    wrong = {name: e for name, e in errors(chunked, recurrent).items() if not e <= 1e-12}
+    wrong = {
+        name: e for name, e in errors(chunked, recurrent).items() if not e <= 1e-12
+    }
     assert not wrong
 
     # Neither of these knows anything of jfla: the definition in numpy, and its slope by an imaginary step.
@@ -86,9 +125,7 @@ def test_float64_is_the_definition(config, style):
         ) <= 1e-12 * np.sum(np.abs(terms))
 
 
-UNDERFLOW = (
-    1e-35  # float32 has nothing smaller: a state can decay to 0 there that is 1e-57 in float64
-)
+UNDERFLOW = 1e-35  # float32 has nothing smaller: a state can decay to 0 there that is 1e-57 in float64
 
 
 def bounds(dtype: str, names) -> dict[str, float]:
@@ -115,7 +152,9 @@ def test_what_a_precision_may_lose(config, style):
     """Against float64 on the same rounded inputs. Results and gradients come in the dtype of what they belong to."""
     x, ids, cotangents = draw(config, style)
     got = evaluate(config, "chunk", x, ids, cotangents)
-    exact = evaluate(dataclasses.replace(config, dtype="float64"), "recurrent", x, ids, cotangents)
+    exact = evaluate(
+        dataclasses.replace(config, dtype="float64"), "recurrent", x, ids, cotangents
+    )
     limits = bounds(config.dtype, got)
     wrong = {
         name: (e, limits[name])
@@ -130,7 +169,10 @@ def test_what_a_precision_may_lose(config, style):
             dataclasses.replace(config, dtype="float32"), "chunk", x, ids, cotangents
         )
         rounded = {name: a.astype(got[name].dtype) for name, a in float32.items()}
-        limits = {name: 1e-6 + 1.1 * e for name, e in errors(rounded, exact, UNDERFLOW).items()}
+        limits = {
+            name: 1e-6 + 1.1 * e
+            for name, e in errors(rounded, exact, UNDERFLOW).items()
+        }
         wrong = {
             name: (e, limits[name])
             for name, e in errors(got, exact, UNDERFLOW).items()
@@ -146,9 +188,13 @@ def test_what_a_precision_may_lose(config, style):
     assert all(a.dtype == wide.get(name, narrow) for name, a in got.items())
 
 
-@pytest.mark.parametrize("config", [KDA[0], dataclasses.replace(GDN[0], op="gdn")], ids=str)
 @pytest.mark.parametrize(
-    "gates", [*((name,) for name in GATES), ("extreme", "weak"), ("strong", "none")], ids=str
+    "config", [KDA[0], dataclasses.replace(GDN[0], op="gdn")], ids=str
+)
+@pytest.mark.parametrize(
+    "gates",
+    [*((name,) for name in GATES), ("extreme", "weak"), ("strong", "none")],
+    ids=str,
 )
 def test_every_kind_of_gate_in_float32(config, gates):
     """Each kind alone, and weak gates right behind strong ones, with every kind of beta."""
@@ -158,10 +204,16 @@ def test_every_kind_of_gate_in_float32(config, gates):
         x, ids, cotangents = draw(config, style)
         got = evaluate(config, "chunk", x, ids, cotangents)
         exact = evaluate(
-            dataclasses.replace(config, dtype="float64"), "recurrent", x, ids, cotangents
+            dataclasses.replace(config, dtype="float64"),
+            "recurrent",
+            x,
+            ids,
+            cotangents,
         )
         limits = bounds("float32", got)
         wrong = {
-            name: e for name, e in errors(got, exact, UNDERFLOW).items() if not e <= limits[name]
+            name: e
+            for name, e in errors(got, exact, UNDERFLOW).items()
+            if not e <= limits[name]
         }
         assert not wrong, betas

@@ -42,14 +42,20 @@ def test_narrow_cu_seqlens_may_be_followed_by_any_padding():
 
 
 # The type checks of the test run would answer before these errors do.
-_from_cu_seqlens = getattr(segment_ids_from_cu_seqlens, "__wrapped__", segment_ids_from_cu_seqlens)
+_from_cu_seqlens = getattr(
+    segment_ids_from_cu_seqlens, "__wrapped__", segment_ids_from_cu_seqlens
+)
 
 
 @pytest.mark.parametrize(
     ("cu_seqlens", "total", "message"),
     [
         ([], 3, r"cu_seqlens must be integers \[S\+1\], got float32\[0\]"),
-        (np.zeros(0, np.int32), 3, r"cu_seqlens must be integers \[S\+1\], got int32\[0\]"),
+        (
+            np.zeros(0, np.int32),
+            3,
+            r"cu_seqlens must be integers \[S\+1\], got int32\[0\]",
+        ),
         ([[0, 1]], 3, r"cu_seqlens must be integers \[S\+1\], got int32\[1, 2\]"),
         ([0.0, 1.0], 3, r"cu_seqlens must be integers \[S\+1\], got float32\[2\]"),
         ([1, 2], 3, "cu_seqlens must start at 0, got 1"),
@@ -84,7 +90,8 @@ def test_take_rows_reads_zero_out_of_range():
 
 
 @pytest.mark.parametrize(
-    ("time", "segments", "chunk"), [(130, 4, 64), (130, 4, 16), (7, 3, 4), (1, 1, 64), (64, 5, 64)]
+    ("time", "segments", "chunk"),
+    [(130, 4, 64), (130, 4, 16), (7, 3, 4), (1, 1, 64), (64, 5, 64)],
 )
 def test_align_puts_every_segment_on_chunks_of_its_own(time, segments, chunk):
     aligned = jax.jit(functools.partial(align, num_segments=segments, chunk=chunk))
@@ -100,7 +107,9 @@ def test_align_puts_every_segment_on_chunks_of_its_own(time, segments, chunk):
             np.testing.assert_array_equal(
                 ids[row][source[row][real]], segment[row].repeat(chunk)[real] + 1
             )
-            np.testing.assert_array_equal(target[row][ids[row] > 0], np.flatnonzero(real))
+            np.testing.assert_array_equal(
+                target[row][ids[row] > 0], np.flatnonzero(real)
+            )
             assert (target[row][ids[row] == 0] >= len(source[row])).all()
             # A segment begins on the boundary behind the one before, and only its last chunk is not full.
             lengths = np.bincount(ids[row], minlength=segments + 1)[1:]

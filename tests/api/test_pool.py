@@ -43,7 +43,9 @@ def test_rows_read_and_write_their_slots(op, dtype):
     assert got.final_state.dtype == dtype
     for row in (0, 2):
         np.testing.assert_array_equal(got.output[row], alone.output[row])
-        np.testing.assert_array_equal(got.final_state[slots[row]], alone.final_state[row])
+        np.testing.assert_array_equal(
+            got.final_state[slots[row]], alone.final_state[row]
+        )
     assert not np.asarray(got.output[1]).any()
     others = np.array([1, 2, 3, 5])
     np.testing.assert_array_equal(got.final_state[others], pool[others])
@@ -57,20 +59,30 @@ def test_rows_of_different_lengths(op):
     pool = make_pool().at[np.array([0, 1, 4])].set(jnp.nan)
     lengths = np.array([2, 0, 4])
     ids = (np.arange(T) < lengths[:, None]).astype(np.int32)
-    dirty = [np.where(ids.reshape(B, T, *[1] * (x.ndim - 2)) > 0, x, np.nan) for x in main]
+    dirty = [
+        np.where(ids.reshape(B, T, *[1] * (x.ndim - 2)) > 0, x, np.nan) for x in main
+    ]
     run = recurrent(op)
     rest = {"initial_state": pool, "state_slots": slots, "segment_ids": ids}
     got = run(*dirty, **rest, return_final_state=True)
     every = run(*dirty, **rest, return_states=True)
-    np.testing.assert_array_equal(got.final_state[np.array([0, 1, 4])], pool[np.array([0, 1, 4])])
+    np.testing.assert_array_equal(
+        got.final_state[np.array([0, 1, 4])], pool[np.array([0, 1, 4])]
+    )
     for row, n in enumerate(lengths):
         assert not np.asarray(got.output[row, n:]).any()
         assert every.final_state.shape == (B, T, 1, K, V)
-        np.testing.assert_array_equal(every.final_state[row, -1], got.final_state[slots[row]])
+        np.testing.assert_array_equal(
+            every.final_state[row, -1], got.final_state[slots[row]]
+        )
         if n:
             one = [x[row : row + 1, :n] for x in main]
-            alone = run(*one, initial_state=pool[slots[row]][None], return_final_state=True)
-            np.testing.assert_allclose(got.output[row, :n], alone.output[0], rtol=1e-6, atol=1e-7)
+            alone = run(
+                *one, initial_state=pool[slots[row]][None], return_final_state=True
+            )
+            np.testing.assert_allclose(
+                got.output[row, :n], alone.output[0], rtol=1e-6, atol=1e-7
+            )
             np.testing.assert_allclose(
                 got.final_state[slots[row]], alone.final_state[0], rtol=1e-6, atol=1e-7
             )
@@ -113,19 +125,25 @@ def test_derivatives_reach_the_named_slots_alone(op):
     main, pool, slots = draw(op), make_pool(), np.array([4, -1, 0])
 
     def loss(main, pool):
-        out = recurrent(op)(*main, initial_state=pool, state_slots=slots, return_final_state=True)
+        out = recurrent(op)(
+            *main, initial_state=pool, state_slots=slots, return_final_state=True
+        )
         return jnp.sum(jnp.sin(out.output)) + jnp.sum(jnp.cos(out.final_state))
 
     def by_rows(main, pool):
         rows = np.array([0, 2])
         out = recurrent(op)(
-            *(x[rows] for x in main), initial_state=pool[slots[rows]], return_final_state=True
+            *(x[rows] for x in main),
+            initial_state=pool[slots[rows]],
+            return_final_state=True,
         )
         idle = jnp.sum(jnp.cos(pool[np.array([1, 2, 3, 5])]))
         return jnp.sum(jnp.sin(out.output)) + jnp.sum(jnp.cos(out.final_state)) + idle
 
     got, want = (jax.grad(f, argnums=(0, 1))(main, pool) for f in (loss, by_rows))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, want)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, want
+    )
 
 
 def test_accept_puts_back_the_state_behind_the_accepted_tokens():
@@ -136,7 +154,10 @@ def test_accept_puts_back_the_state_behind_the_accepted_tokens():
     got = jfla.accept(pool, states, slots, np.array([3, 2, 0]))
     want = pool.at[4].set(states[0, 2])
     np.testing.assert_array_equal(got, want)
-    assert jfla.accept(pool.astype(jnp.bfloat16), states, slots, [1, 1, 1]).dtype == jnp.bfloat16
+    assert (
+        jfla.accept(pool.astype(jnp.bfloat16), states, slots, [1, 1, 1]).dtype
+        == jnp.bfloat16
+    )
 
 
 def test_a_donated_pool_is_given_away():
@@ -188,7 +209,11 @@ def test_what_does_not_fit_is_refused(change, message):
 def test_chunked_ops_take_no_pool():
     for op in (jfla.chunk_kda, jfla.chunk_gdn):
         with pytest.raises(TypeError, match="state_slots"):
-            op(*draw(op.__name__[-3:]), state_slots=[0, 1, 2], initial_state=make_pool())
+            op(
+                *draw(op.__name__[-3:]),
+                state_slots=[0, 1, 2],
+                initial_state=make_pool(),
+            )
 
 
 @pytest.mark.parametrize(
@@ -205,7 +230,11 @@ def test_chunked_ops_take_no_pool():
     ],
 )  # fmt: skip
 def test_accept_refuses_what_does_not_fit(change, message):
-    arguments = {"states": (B, T, 1, K, V), "state_slots": [0, 1, 2], "num_accepted": [1, 1, 1]}
+    arguments = {
+        "states": (B, T, 1, K, V),
+        "state_slots": [0, 1, 2],
+        "num_accepted": [1, 1, 1],
+    }
     arguments |= change
     arguments["states"] = jnp.zeros(arguments["states"])
     with pytest.raises(ValueError, match=re.escape(message)):
@@ -249,13 +278,21 @@ def test_ten_thousand_random_steps_against_a_plain_model():
     op = recurrent("gdn")
     step = jax.jit(
         lambda main, pool, slots, ids: op(
-            *main, initial_state=pool, state_slots=slots, segment_ids=ids, return_final_state=True
+            *main,
+            initial_state=pool,
+            state_slots=slots,
+            segment_ids=ids,
+            return_final_state=True,
         ),
         donate_argnums=1,
     )
     verify = jax.jit(
         lambda main, pool, slots, ids: op(
-            *main, initial_state=pool, state_slots=slots, segment_ids=ids, return_states=True
+            *main,
+            initial_state=pool,
+            state_slots=slots,
+            segment_ids=ids,
+            return_states=True,
         )
     )
     prefill = jax.jit(lambda main: op(*main, return_states=True).final_state)
@@ -268,7 +305,9 @@ def test_ten_thousand_random_steps_against_a_plain_model():
     while sum(done.values()) < STEPS:
         main = batches[rng.integers(len(batches))]
         free = [slot for slot in range(P) if slot not in model.states]
-        kind = rng.choice(["admit", "decode", "decode", "decode", "verify", "verify", "evict"])
+        kind = rng.choice(
+            ["admit", "decode", "decode", "decode", "verify", "verify", "evict"]
+        )
         if (kind == "admit" and not free) or (kind != "admit" and not model.states):
             continue
         done[kind] += 1
@@ -284,7 +323,9 @@ def test_ten_thousand_random_steps_against_a_plain_model():
         lengths = rng.integers(1 if kind == "admit" else 0, T + 1, B)
         ids = (np.arange(T) < lengths[:, None]).astype(np.int32)
         real = ids.astype(bool) & ((slots >= 0) & (slots < P))[:, None]
-        dirty = [np.where(real.reshape(B, T, *[1] * (x.ndim - 2)), x, np.nan) for x in main]
+        dirty = [
+            np.where(real.reshape(B, T, *[1] * (x.ndim - 2)), x, np.nan) for x in main
+        ]
         if kind == "admit":
             pool = accept(pool, prefill(main), slots, lengths)
         elif kind == "decode":
@@ -304,7 +345,9 @@ def test_ten_thousand_random_steps_against_a_plain_model():
             if kind != "admit":
                 assert not np.asarray(output[row, lengths[row] :]).any()
                 if outputs:
-                    np.testing.assert_allclose(output[row, : lengths[row], 0], outputs, atol=2e-5)
+                    np.testing.assert_allclose(
+                        output[row, : lengths[row], 0], outputs, atol=2e-5
+                    )
             kept = taken[row] if kind == "verify" else lengths[row]
             model.states[slot] = states_of_row[kept - 1] if kept else first
             np.testing.assert_allclose(after[slot, 0], model.states[slot], atol=2e-5)

@@ -10,7 +10,14 @@ from support.cases import FORMS, Config, Style, call, draw
 import jfla
 
 CONFIG = Config(
-    time=70, heads=2, group=2, key_dim=64, value_dim=64, gate="softplus", beta_max=1.0, qk_norm=True
+    time=70,
+    heads=2,
+    group=2,
+    key_dim=64,
+    value_dim=64,
+    gate="softplus",
+    beta_max=1.0,
+    qk_norm=True,
 )
 CALLS = [
     dataclasses.replace(CONFIG, state=True, final=True),
@@ -47,14 +54,17 @@ def test_kernels_are_traced_without_rank_promotion(form, op):
     )
     x, _, _ = draw(config, Style())
     x = {
-        name: jnp.asarray(a, "float32" if name == "a_log" else "bfloat16") for name, a in x.items()
+        name: jnp.asarray(a, "float32" if name == "a_log" else "bfloat16")
+        for name, a in x.items()
     }
 
     def loss(x):
         gate = jfla.SoftplusGate(x["a_log"], x["dt_bias"])
         arrays = [x[name] for name in ("q", "k", "v", "g", "beta")]
         run = FORMS[form, op]
-        out = run(*arrays, gate=gate, beta_max=1.0, qk_norm=True, implementation="pallas")
+        out = run(
+            *arrays, gate=gate, beta_max=1.0, qk_norm=True, implementation="pallas"
+        )
         return jnp.sum(out.output, dtype="float32")
 
     jax.clear_caches()

@@ -26,7 +26,8 @@ def same(a, b):
 
 
 @pytest.mark.parametrize(
-    ("home", "form"), [(home, form) for home, form in zip([jfla, jfla.reference] * 2, FORMS)]
+    ("home", "form"),
+    [(home, form) for home, form in zip([jfla, jfla.reference] * 2, FORMS)],
 )
 def test_only_the_ends_are_rounded(home, form):
     main, state, rest = make(form)
@@ -43,7 +44,9 @@ def test_state_dtype_says_what_comes_back(form):
     main, state, rest = make(form)
     op = getattr(jfla, form)
     wide = op(*main, initial_state=state, **rest, state_dtype=jnp.float32)
-    narrow = op(*main, initial_state=state.astype(jnp.float32), **rest, state_dtype="bfloat16")
+    narrow = op(
+        *main, initial_state=state.astype(jnp.float32), **rest, state_dtype="bfloat16"
+    )
     fresh = op(*main, **rest, state_dtype=BF16)
     assert wide.final_state.dtype == jnp.float32
     assert narrow.final_state.dtype == fresh.final_state.dtype == BF16
@@ -61,7 +64,9 @@ def test_gradients_have_the_dtype_of_the_state(form):
 
     def loss(state):
         out = op(*main, initial_state=state, **rest)
-        return jnp.sum(out.output) + jnp.sum(jnp.cos(out.final_state.astype(jnp.float32)))
+        return jnp.sum(out.output) + jnp.sum(
+            jnp.cos(out.final_state.astype(jnp.float32))
+        )
 
     got = jax.grad(loss)(state)
     want = jax.grad(loss)(state.astype(jnp.float32))
@@ -73,8 +78,13 @@ def test_a_state_per_segment():
     main, _, rest = make("chunk_kda")
     states = jax.random.normal(jax.random.key(0), (2, 3, 2, 64, 64)).astype(BF16)
     ids = jnp.asarray(np.repeat([1, 2, 3, 0], [30, 20, 10, 10])[None].repeat(2, 0))
-    run = lambda states: jfla.chunk_kda(*main, initial_state=states, segment_ids=ids, **rest)
-    same(run(states).final_state, run(states.astype(jnp.float32)).final_state.astype(BF16))
+    run = lambda states: jfla.chunk_kda(
+        *main, initial_state=states, segment_ids=ids, **rest
+    )
+    same(
+        run(states).final_state,
+        run(states.astype(jnp.float32)).final_state.astype(BF16),
+    )
 
 
 def test_float64_stays():
@@ -130,7 +140,9 @@ def test_the_backward_kernels_take_a_bfloat16_state():
 
     def grad(implementation):
         def loss(state):
-            out = jfla.chunk_gdn(*main, initial_state=state, **rest, implementation=implementation)
+            out = jfla.chunk_gdn(
+                *main, initial_state=state, **rest, implementation=implementation
+            )
             return jnp.sum(out.output.astype(jnp.float32)) + jnp.sum(out.final_state)
 
         return jax.grad(loss)(state)

@@ -17,7 +17,8 @@ def make(op: str, state: bool = True, **sizes):
     """q, k, v, g, beta, and the keyword arguments of a call, in float64 numpy."""
     config = Config(
         op,
-        **{"time": 3, "heads": 2, "group": 2, "gate": "softplus", "beta_max": 2.0} | sizes,
+        **{"time": 3, "heads": 2, "group": 2, "gate": "softplus", "beta_max": 2.0}
+        | sizes,
         state=state,
     )
     x, _, _ = draw(config, Style(3))
@@ -37,7 +38,10 @@ def states_of_prefixes(op: str, main, rest):
     """[B, T, HV, K, V] from T calls, each from the first token on."""
     prefixes = [[x[:, : t + 1] for x in main] for t in range(main[0].shape[1])]
     return jnp.stack(
-        [recurrent(op, prefix, rest, return_final_state=True).final_state for prefix in prefixes],
+        [
+            recurrent(op, prefix, rest, return_final_state=True).final_state
+            for prefix in prefixes
+        ],
         axis=1,
     )
 
@@ -77,7 +81,10 @@ def test_asking_for_the_final_state_too_changes_nothing():
 def test_states_of_16_bit_inputs_are_float32():
     main, rest = make("kda")
     out = recurrent(
-        "kda", [x.astype(jnp.bfloat16) for x in map(jnp.asarray, main)], rest, return_states=True
+        "kda",
+        [x.astype(jnp.bfloat16) for x in map(jnp.asarray, main)],
+        rest,
+        return_states=True,
     )
     assert (out.output.dtype, out.final_state.dtype) == (jnp.bfloat16, jnp.float32)
 
@@ -91,7 +98,10 @@ def test_decoding_goes_on_from_an_accepted_prefix(op):
     _, states = recurrent(op, draft, rest, return_states=True)
     follow = [x[:, 5:] for x in other]
     got = recurrent(
-        op, follow, rest | {"initial_state": states[rows, accepted - 1]}, return_final_state=True
+        op,
+        follow,
+        rest | {"initial_state": states[rows, accepted - 1]},
+        return_final_state=True,
     )
     for row, n in enumerate(accepted):
         here = rest | {"initial_state": rest["initial_state"][row : row + 1]}
@@ -118,13 +128,21 @@ def test_derivatives_go_through_every_state(op):
         every = lambda main, rest: jnp.sum(
             weight * recurrent(op, main, rest, return_states=True).final_state
         )
-        prefixes = lambda main, rest: jnp.sum(weight * states_of_prefixes(op, main, rest))
-        got, want = (jax.jit(jax.grad(f, argnums=(0, 1)))(main, rest) for f in (every, prefixes))
+        prefixes = lambda main, rest: jnp.sum(
+            weight * states_of_prefixes(op, main, rest)
+        )
+        got, want = (
+            jax.jit(jax.grad(f, argnums=(0, 1)))(main, rest) for f in (every, prefixes)
+        )
         tangent = jax.jvp(every, (main, rest), jax.tree.map(jnp.cos, (main, rest)))[1]
         inner = sum(
-            jax.tree.leaves(jax.tree.map(lambda g, x: jnp.sum(g * jnp.cos(x)), got, (main, rest)))
+            jax.tree.leaves(
+                jax.tree.map(lambda g, x: jnp.sum(g * jnp.cos(x)), got, (main, rest))
+            )
         )
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-12), got, want)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-12), got, want
+    )
     assert not np.asarray(got[0][0]).any()  # q reads the state, it does not write it
     assert all(np.asarray(g).any() for g in got[0][1:])
     np.testing.assert_allclose(tangent, inner, rtol=1e-11)
@@ -134,7 +152,9 @@ def test_vmap_is_a_loop():
     main, rest = make("gdn")
     state = jnp.stack([jnp.asarray(rest.pop("initial_state")), jnp.zeros((2, 4, 8, 4))])
     run = lambda state: (
-        recurrent("gdn", main, rest | {"initial_state": state}, return_states=True).final_state
+        recurrent(
+            "gdn", main, rest | {"initial_state": state}, return_states=True
+        ).final_state
     )
     np.testing.assert_allclose(
         jax.vmap(run)(state), jnp.stack([run(x) for x in state]), rtol=1e-6, atol=1e-6
@@ -161,10 +181,14 @@ def test_explicit_mesh_axes(state):
         rest |= {"initial_state": place(rest["initial_state"], "b", "h")}
     with jax.set_mesh(mesh):
         got = jax.jit(
-            lambda main, rest: recurrent("gdn", main, rest, return_states=True).final_state
+            lambda main, rest: (
+                recurrent("gdn", main, rest, return_states=True).final_state
+            )
         )(placed, rest)
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
-    assert got.sharding == NamedSharding(mesh, PartitionSpec("b", None, "h", None, None))
+    assert got.sharding == NamedSharding(
+        mesh, PartitionSpec("b", None, "h", None, None)
+    )
 
 
 @pytest.mark.parametrize("home", [jfla, jfla.reference])
@@ -173,14 +197,18 @@ def test_what_it_cannot_go_with(home, op):
     main, rest = make(op, state=False)
     main, run = [jnp.asarray(x) for x in main], getattr(home, f"recurrent_{op}")
     ids = np.ones((2, 3), np.int32)
-    message = (
-        r"return_states must be False with segment_ids \(it takes one sequence per row\), got True"
-    )
-    for more in ({}, {"num_segments": 1}, {"num_segments": 1, "return_final_state": True}):
+    message = r"return_states must be False with segment_ids \(it takes one sequence per row\), got True"
+    for more in (
+        {},
+        {"num_segments": 1},
+        {"num_segments": 1, "return_final_state": True},
+    ):
         with pytest.raises(ValueError, match=message):
             run(*main, **rest, segment_ids=ids, return_states=True, **more)
     for wrong in (None, 1, "all"):
-        with pytest.raises(ValueError, match=f"return_states must be True or False, got {wrong!r}"):
+        with pytest.raises(
+            ValueError, match=f"return_states must be True or False, got {wrong!r}"
+        ):
             getattr(jfla, f"recurrent_{op}")(*main, **rest, return_states=wrong)
     with pytest.raises(TypeError, match="return_states"):
         getattr(home, f"chunk_{op}")(*main, **rest, return_states=True)

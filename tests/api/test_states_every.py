@@ -98,30 +98,42 @@ def test_derivatives_go_through_every_state(op, home):
 
         def prefixes(x):
             main, rest = arguments(x)
-            recurrent = functools.partial(getattr(jfla.reference, f"recurrent_{op}"), **options)
+            recurrent = functools.partial(
+                getattr(jfla.reference, f"recurrent_{op}"), **options
+            )
             total = jnp.sum(jnp.sin(recurrent(*main, **rest).output))
             for i, end in enumerate((64, 128, 192, 200)):
-                out = recurrent(*(x[:, :end] for x in main), **rest, return_final_state=True)
+                out = recurrent(
+                    *(x[:, :end] for x in main), **rest, return_final_state=True
+                )
                 total += jnp.sum(weight[:, i] * out.final_state)
             return total
 
         x = (main, rest["gate"], rest["initial_state"])
         got, want = (jax.jit(jax.grad(f))(x) for f in (every, prefixes))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-10), got, want)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-10), got, want
+    )
 
 
 def test_states_come_in_the_dtype_that_is_asked_for():
     main, rest = make("gdn", 130)
     wide = chunked("gdn", main, rest, return_states_every=64)
-    narrow = chunked("gdn", main, rest, return_states_every=64, state_dtype=jnp.bfloat16)
-    np.testing.assert_array_equal(narrow.final_state, wide.final_state.astype(jnp.bfloat16))
+    narrow = chunked(
+        "gdn", main, rest, return_states_every=64, state_dtype=jnp.bfloat16
+    )
+    np.testing.assert_array_equal(
+        narrow.final_state, wide.final_state.astype(jnp.bfloat16)
+    )
 
 
 @pytest.mark.parametrize("every", [0, 32, 63, 96, -64, 64.0, True, "64"])
 @OPS
 def test_what_is_no_multiple_of_64_is_refused(op, every):
     main, rest = make(op, 70)
-    message = f"return_states_every must be None or a static multiple of 64, got {every!r}"
+    message = (
+        f"return_states_every must be None or a static multiple of 64, got {every!r}"
+    )
     with pytest.raises(ValueError, match=re.escape(message)):
         chunked(op, main, rest, return_states_every=every)
 

@@ -36,7 +36,11 @@ def make(config: Config, seed: int = 0):
     """(inputs, ids, cotangents) in float32 on the device."""
     x, ids, cotangents = draw(config, Style(seed))
     as_float32 = functools.partial(jax.tree.map, jnp.float32)
-    return as_float32(x), None if ids is None else jnp.asarray(ids), as_float32(cotangents)
+    return (
+        as_float32(x),
+        None if ids is None else jnp.asarray(ids),
+        as_float32(cotangents),
+    )
 
 
 def assert_close(got, want, tolerance=2e-6):
@@ -73,7 +77,9 @@ def test_vmap_over_one_argument_alone(op, form):
     def final(state):
         return call(config, form, x | {"initial_state": state}, None).final_state
 
-    states = jnp.stack([x["initial_state"], 0 * x["initial_state"], 2 * x["initial_state"]])
+    states = jnp.stack(
+        [x["initial_state"], 0 * x["initial_state"], 2 * x["initial_state"]]
+    )
     assert_close(jax.vmap(final)(states), jnp.stack([final(s) for s in states]))
 
 
@@ -90,17 +96,26 @@ def test_remat_keeps_what_the_policy_names_and_changes_no_number(op, capsys):
         return str(jax.make_jaxpr(jax.grad(f))(x)).count("dot_general")
 
     kept, nothing = (
-        jax.checkpoint(loss, policy=p) for p in (NAMED, jax.checkpoint_policies.nothing_saveable)
+        jax.checkpoint(loss, policy=p)
+        for p in (NAMED, jax.checkpoint_policies.nothing_saveable)
     )
     jax.ad_checkpoint.print_saved_residuals(kept, x)
     computed = [
-        line for line in capsys.readouterr().out.splitlines() if "from the argument" not in line
+        line
+        for line in capsys.readouterr().out.splitlines()
+        if "from the argument" not in line
     ]
-    assert [line.split()[0] for line in computed] == ["f32[2,2,8,64,64]"] * 2  # [N, B, HV, C, C]
-    assert matmuls(kept) < matmuls(nothing)  # A_qk and the inverse are not made a second time
+    assert [line.split()[0] for line in computed] == [
+        "f32[2,2,8,64,64]"
+    ] * 2  # [N, B, HV, C, C]
+    assert matmuls(kept) < matmuls(
+        nothing
+    )  # A_qk and the inverse are not made a second time
     if op == "gdn":
         assert_close(
-            jax.jit(jax.grad(kept))(x), jax.jit(jax.grad(lambda x: loss(x, "recurrent")))(x), 5e-6
+            jax.jit(jax.grad(kept))(x),
+            jax.jit(jax.grad(lambda x: loss(x, "recurrent")))(x),
+            5e-6,
         )
 
 
@@ -109,11 +124,16 @@ def test_remat_keeps_what_the_policy_names_and_changes_no_number(op, capsys):
 def test_the_backward_keeps_the_inputs_and_two_matrices_per_chunk(op, segments):
     config = dataclasses.replace(CONFIG, op=op, segments=segments)
     x, ids, _ = make(config)
-    adjoint = jax.eval_shape(lambda x: jax.vjp(lambda x: call(config, "chunk", x, ids), x)[1], x)
+    adjoint = jax.eval_shape(
+        lambda x: jax.vjp(lambda x: call(config, "chunk", x, ids), x)[1], x
+    )
     chunks = 2 + (segments or 0)
     pairs = config.batch * config.value_heads * chunks * 64 * 64 * 4
     inputs = sum(a.nbytes for a in x.values()) + (0 if ids is None else ids.nbytes)
-    assert sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(adjoint)) <= inputs + 2 * pairs
+    assert (
+        sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(adjoint))
+        <= inputs + 2 * pairs
+    )
 
 
 # Several devices.
@@ -134,12 +154,18 @@ def sharded(config: Config, ids, check_vma: bool):
     out_specs = jfla.DeltaRuleOutput(tokens, per_segment if config.final else None)
 
     def local(x, ids):
-        here = dataclasses.replace(config, batch=config.batch // 2, heads=config.heads // 4)
+        here = dataclasses.replace(
+            config, batch=config.batch // 2, heads=config.heads // 4
+        )
         return call(here, "chunk", x, ids)
 
     in_specs = (x_specs, None if ids is None else PartitionSpec("b"))
-    f = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)
-    return lambda x: {name: a for name, a in f(x, ids)._asdict().items() if a is not None}
+    f = jax.shard_map(
+        local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma
+    )
+    return lambda x: {
+        name: a for name, a in f(x, ids)._asdict().items() if a is not None
+    }
 
 
 SHARDED = [
@@ -164,7 +190,11 @@ def test_shard_map_gives_the_numbers_of_one_device_without_a_collective(
         return out | {f"d{name}": a for name, a in adjoint(cotangents)[0].items()}
 
     executable = run.lower(x, cotangents).compile()
-    assert_close(executable(x, cotangents), compiled(config, "recurrent")(x, ids, cotangents), 5e-6)
+    assert_close(
+        executable(x, cotangents),
+        compiled(config, "recurrent")(x, ids, cotangents),
+        5e-6,
+    )
     assert set(COLLECTIVES.findall(executable.as_text())) == collectives
 
 
@@ -193,7 +223,13 @@ def test_shard_map_over_value_heads_that_share_a_query():
     config = Config("gdn", time=70, group=8, final=True, dtype="float32")
     x, ids, cotangents = make(config)
     heads = PartitionSpec(None, None, "h")
-    specs = {"q": PartitionSpec(), "k": PartitionSpec(), "v": heads, "g": heads, "beta": heads}
+    specs = {
+        "q": PartitionSpec(),
+        "k": PartitionSpec(),
+        "v": heads,
+        "g": heads,
+        "beta": heads,
+    }
     out_specs = {"output": heads, "final_state": PartitionSpec(None, "h")}
     local = dataclasses.replace(config, group=1)
     f = jax.shard_map(
@@ -208,7 +244,9 @@ def test_shard_map_over_value_heads_that_share_a_query():
         out, adjoint = jax.vjp(f, x)
         return out | {f"d{name}": a for name, a in adjoint(cotangents)[0].items()}
 
-    assert_close(run(x, cotangents), compiled(config, "recurrent")(x, ids, cotangents), 5e-6)
+    assert_close(
+        run(x, cotangents), compiled(config, "recurrent")(x, ids, cotangents), 5e-6
+    )
 
 
 @pytest.mark.parametrize(
@@ -223,7 +261,10 @@ def test_jit_of_sharded_arrays_needs_no_collective(op, form, segments):
     state = ("b", None, "h") if segments else ("b", "h")
 
     def place(arrays):
-        spec = {name: state if name.endswith("state") else ("b", None, "h") for name in arrays}
+        spec = {
+            name: state if name.endswith("state") else ("b", None, "h")
+            for name in arrays
+        }
         return {
             name: jax.device_put(a, NamedSharding(mesh, PartitionSpec(*spec[name])))
             for name, a in arrays.items()
@@ -231,7 +272,9 @@ def test_jit_of_sharded_arrays_needs_no_collective(op, form, segments):
 
     placed = (
         place(x),
-        None if ids is None else jax.device_put(ids, NamedSharding(mesh, PartitionSpec("b"))),
+        None
+        if ids is None
+        else jax.device_put(ids, NamedSharding(mesh, PartitionSpec("b"))),
     )
     executable = compiled(config, form).lower(*placed, place(cotangents)).compile()
     assert not COLLECTIVES.findall(executable.as_text())
@@ -256,15 +299,24 @@ def test_explicit_mesh_axes(form, changes):
     config = dataclasses.replace(CONFIG, time=66, **changes)
     x, ids, cotangents = make(config)
     state = ("b", None, "h") if config.segments else ("b", "h")
-    axes = {"a_log": ("h",), "dt_bias": ("h",), "initial_state": state, "final_state": state}
+    axes = {
+        "a_log": ("h",),
+        "dt_bias": ("h",),
+        "initial_state": state,
+        "final_state": state,
+    }
 
     def layout(name: str, a) -> NamedSharding:
         spec = axes.get(name.removeprefix("d"), axes.get(name, ("b", None, "h")))
         return NamedSharding(mesh, PartitionSpec(*spec, *[None] * (a.ndim - len(spec))))
 
-    place = lambda arrays: {name: jax.device_put(a, layout(name, a)) for name, a in arrays.items()}
+    place = lambda arrays: {
+        name: jax.device_put(a, layout(name, a)) for name, a in arrays.items()
+    }
     placed_ids = (
-        None if ids is None else jax.device_put(ids, NamedSharding(mesh, PartitionSpec("b")))
+        None
+        if ids is None
+        else jax.device_put(ids, NamedSharding(mesh, PartitionSpec("b")))
     )
     with jax.set_mesh(mesh):
         got = compiled(config, form)(place(x), placed_ids, place(cotangents))
@@ -277,11 +329,17 @@ def test_explicit_mesh_axes(form, changes):
 def test_explicit_mesh_axes_without_a_mesh_in_context_and_in_forward_mode():
     if jax.device_count() < 8:
         pytest.skip("needs 8 devices")
-    config = dataclasses.replace(CONFIG, op="gdn", gate=None, state=False, final=False, time=5)
+    config = dataclasses.replace(
+        CONFIG, op="gdn", gate=None, state=False, final=False, time=5
+    )
     x, _, _ = make(config)
-    layout = NamedSharding(jax.make_mesh((2, 4), ("b", "h")), PartitionSpec("b", None, "h"))
+    layout = NamedSharding(
+        jax.make_mesh((2, 4), ("b", "h")), PartitionSpec("b", None, "h")
+    )
     placed = {name: jax.device_put(a, layout) for name, a in x.items()}
-    tangent = lambda form, x: jax.jvp(lambda x: call(config, form, x, None).output, (x,), (x,))
+    tangent = lambda form, x: jax.jvp(
+        lambda x: call(config, form, x, None).output, (x,), (x,)
+    )
     want = tangent("recurrent", x)
     for form in ("chunk", "recurrent"):
         assert_close(call(config, form, placed, None).output, want[0])
@@ -362,7 +420,9 @@ def test_second_derivatives_of_the_recurrence_against_finite_differences(op, mod
         x, _, cotangents = draw(config, Style(1))
         x = jax.tree.map(jnp.asarray, x)
         loss = scalar(config, "recurrent", cotangents)
-        check_grads(jax.jit(jax.grad(loss)), (x,), order=1, modes=[mode], atol=1e-6, rtol=1e-6)
+        check_grads(
+            jax.jit(jax.grad(loss)), (x,), order=1, modes=[mode], atol=1e-6, rtol=1e-6
+        )
 
 
 @pytest.mark.slow
@@ -376,7 +436,9 @@ def test_hessian_of_the_chunked_form_is_that_of_the_recurrence():
 
         def hessian(form):
             loss = scalar(config, form, cotangents)
-            moved = lambda near: x | {name: x[name].at[:, 62:].set(near[name]) for name in near}
+            moved = lambda near: (
+                x | {name: x[name].at[:, 62:].set(near[name]) for name in near}
+            )
             return jax.jit(jax.hessian(lambda near: loss(moved(near))))(near)
 
         chunked, recurrent = hessian("plain"), hessian("recurrent")

@@ -161,7 +161,9 @@ def test_the_gate_has_the_shape_of_its_op(op):
                 call(op, g=g)
     for bias in (ones(HV), ones(HV, K), ones(HV * K), ones(1)):
         if bias.shape != per_token:
-            with pytest.raises(ValueError, match=re.escape(f"gate.dt_bias must be [{letters}] =")):
+            with pytest.raises(
+                ValueError, match=re.escape(f"gate.dt_bias must be [{letters}] =")
+            ):
                 call(op, gate=softplus(a_log=ones(HV), dt_bias=bias))
 
 
@@ -169,7 +171,11 @@ def test_the_gate_has_the_shape_of_its_op(op):
 def test_arrays_on_different_devices(op):
     first, second = jax.devices()[:2]
     x = good(op)
-    for name, rest in (("k", {}), ("initial_state", {"initial_state": STATE}), ("gate.a_log", {})):
+    for name, rest in (
+        ("k", {}),
+        ("initial_state", {"initial_state": STATE}),
+        ("gate.a_log", {}),
+    ):
         moved = {"q": jax.device_put(x["q"], first)} | rest
         if name == "gate.a_log":
             moved["gate"] = jfla.SoftplusGate(jax.device_put(ones(HV), second))
@@ -224,9 +230,16 @@ def test_what_numpy_and_python_hold_is_taken(op):
 @pytest.mark.parametrize("op", [jfla.reference.recurrent_kda, jfla.reference.chunk_kda])
 def test_the_reference_checks_its_arguments_too(op):
     with pytest.raises(ValueError, match="k must be"):
-        op(ones(B, T, H, K), ones(B, T, H, V), ones(B, T, HV, V), ones(B, T, HV, K), ones(B, T, HV))
+        op(
+            ones(B, T, H, K),
+            ones(B, T, H, V),
+            ones(B, T, HV, V),
+            ones(B, T, HV, K),
+            ones(B, T, HV),
+        )
     with pytest.raises(
-        ValueError, match=r'implementation must be None or "xla" in jfla\.reference, got "pallas"'
+        ValueError,
+        match=r'implementation must be None or "xla" in jfla\.reference, got "pallas"',
     ):
         op(**good(jfla.chunk_kda), implementation="pallas")
     with pytest.raises(TypeError, match="chunk_size"):
@@ -249,7 +262,10 @@ def test_chunks_of_xla_are_powers_of_two():
 @pytest.mark.parametrize("op", OPS)
 def test_numpy_arrays_of_the_other_byte_order_have_their_values(op):
     rng = np.random.default_rng(0)
-    arrays = {name: rng.uniform(-1, 0, x.shape).astype("float32") for name, x in good(op).items()}
+    arrays = {
+        name: rng.uniform(-1, 0, x.shape).astype("float32")
+        for name, x in good(op).items()
+    }
     arrays |= {"initial_state": rng.uniform(-1, 1, STATES.shape).astype("float32")}
     arrays |= {"segment_ids": np.array(IDS, "int32"), "a_log": np.ones(HV, "float32")}
 

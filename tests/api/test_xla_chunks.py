@@ -8,7 +8,12 @@ from support.kernel_cases import Call, inputs, main_and_rest, validated
 
 from jfla._inputs.chunking import prepare_chunks
 from jfla.xla import backward, forward
-from jfla.xla.decay_sums import decay_between, decay_from_start, decay_sums, decay_to_end
+from jfla.xla.decay_sums import (
+    decay_between,
+    decay_from_start,
+    decay_sums,
+    decay_to_end,
+)
 from jfla.xla.forward import by_pairs
 
 CALLS = [
@@ -40,8 +45,12 @@ def test_all_chunks_at_once_are_one_after_another(call):
 
         with jax.numpy_rank_promotion("raise"):
             jitted = jax.jit(run, static_argnums=0)
-            at_once, one_after_another = (jitted(one_at_a_time) for one_at_a_time in (False, True))
-        for got, want in zip(jax.tree.leaves(at_once), jax.tree.leaves(one_after_another)):
+            at_once, one_after_another = (
+                jitted(one_at_a_time) for one_at_a_time in (False, True)
+            )
+        for got, want in zip(
+            jax.tree.leaves(at_once), jax.tree.leaves(one_after_another)
+        ):
             np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-12)
 
 
@@ -56,7 +65,11 @@ def test_decays_behind_a_strong_gate_keep_their_digits():
         got = decay_between(late_sums, early_sums)[0]
         np.testing.assert_allclose(got, np.exp(between), rtol=1e-6, atol=1e-37)
     up_to = np.cumsum(g.astype(np.float64), axis=0)
-    np.testing.assert_allclose(decay_from_start(sums), np.exp(up_to), rtol=1e-5, atol=1e-37)
+    np.testing.assert_allclose(
+        decay_from_start(sums), np.exp(up_to), rtol=1e-5, atol=1e-37
+    )
     behind = np.flip(np.cumsum(np.flip(g[1:].astype(np.float64), 0), axis=0), 0)
-    np.testing.assert_allclose(decay_to_end(sums)[:-1], np.exp(behind), rtol=1e-5, atol=1e-37)
+    np.testing.assert_allclose(
+        decay_to_end(sums)[:-1], np.exp(behind), rtol=1e-5, atol=1e-37
+    )
     np.testing.assert_array_equal(decay_to_end(sums)[-1], 1.0)

@@ -29,7 +29,9 @@ def imported(path: pathlib.Path) -> set[str]:
 
 def test_the_library_does_not_import_its_benchmarks_nor_hold_results():
     for path in LIBRARY.rglob("*.py"):
-        assert not any(name.split(".")[0] == "benchmarks" for name in imported(path)), path
+        assert not any(name.split(".")[0] == "benchmarks" for name in imported(path)), (
+            path
+        )
     assert not list(LIBRARY.rglob("*.json"))
     assert (LIBRARY / "py.typed").exists()
 
@@ -54,9 +56,20 @@ def test_the_command_measures_draws_and_merges(
     )
     files = [tmp_path / "a.json", tmp_path / "b.json"]
     figure, out = tmp_path / "times.png", tmp_path / "merged.json"
-    common = ("--set", "quick", "--pass", "backward", "--implementation", "scan", "--repeats", "1")
+    common = (
+        "--set",
+        "quick",
+        "--pass",
+        "backward",
+        "--implementation",
+        "scan",
+        "--repeats",
+        "1",
+    )
     for op, path in zip(("kda", "gdn"), files):
-        done = run("bench", *common, "--op", op, "--json", str(path), "--plot", str(figure))
+        done = run(
+            "bench", *common, "--op", op, "--json", str(path), "--plot", str(figure)
+        )
         assert done.exit_code == 0, done.output
         assert "forward+backward" in done.output
     assert figure.stat().st_size > 10_000

@@ -27,13 +27,21 @@ def test_the_named_sets_hold_what_they_are_named_for():
     packed = {(shape.time, shape.segments, shape.packing) for shape in SETS["packed"]}
     kinds = ("uniform", "random", "skewed")
     assert packed == {(16384, 64, "uniform")} | {
-        (time, s, kind) for time in (4096, 8192, 16384) for s in (10, 20) for kind in kinds
+        (time, s, kind)
+        for time in (4096, 8192, 16384)
+        for s in (10, 20)
+        for kind in kinds
     }
-    assert {(shape.batch, shape.heads, shape.dim) for shape in SETS["packed"]} == {(1, 32, 128)}
+    assert {(shape.batch, shape.heads, shape.dim) for shape in SETS["packed"]} == {
+        (1, 32, 128)
+    }
 
 
 def test_backward_brings_what_it_is_the_difference_of():
-    timed = [case.timed for case in cases(list(SETS["quick"]), ["kda"], ["backward"], ["strong"])]
+    timed = [
+        case.timed
+        for case in cases(list(SETS["quick"]), ["kda"], ["backward"], ["strong"])
+    ]
     assert timed == ["forward", "forward+backward"]
 
 
@@ -49,17 +57,23 @@ def test_decoding_is_all_that_one_token_is_measured_for():
     assert [(case.timed, case.shape.batch) for case in found] == [
         ("decode", batch) for batch in (1, 8, 64, 256)
     ]
-    assert {(case.shape.time, case.shape.heads, case.shape.dim) for case in found} == {(1, 32, 128)}
+    assert {(case.shape.time, case.shape.heads, case.shape.dim) for case in found} == {
+        (1, 32, 128)
+    }
 
 
 def test_shapes_are_chosen_by_name():
-    assert chosen(["paper", "fla"], []) == list(dict.fromkeys([*SETS["paper"], *SETS["fla"]]))
+    assert chosen(["paper", "fla"], []) == list(
+        dict.fromkeys([*SETS["paper"], *SETS["fla"]])
+    )
     assert chosen(["paper", "packed"], ["B1 T8192 H32 D128 random S10"]) == [
         Shape(1, 8192, 32, packing="random", segments=10)
     ]
     names = ["B1 T2048 H32 D128", "B1 T8192 H32 D128"]
     assert [str(shape) for shape in chosen(["paper"], names)] == names
-    with pytest.raises(ValueError, match=r"shapes must be among B1 T8192 H32 D128, .*, got 'B3'"):
+    with pytest.raises(
+        ValueError, match=r"shapes must be among B1 T8192 H32 D128, .*, got 'B3'"
+    ):
         chosen(["paper"], ["B3"])
 
 
@@ -114,9 +128,9 @@ def test_the_published_gate_is_that_of_a_new_layer(op: str):
 
 def test_the_recorded_gate_has_the_quantiles_of_the_model():
     quantiles = gates.recorded("kda")
-    g = inputs.draw(Case("kda", "forward", dataclasses.replace(TINY, time=4096), "recorded"), 0)[
-        "g"
-    ]
+    g = inputs.draw(
+        Case("kda", "forward", dataclasses.replace(TINY, time=4096), "recorded"), 0
+    )["g"]
     for head in range(g.shape[2]):
         found = np.quantile(g[:, :, head], [0.25, 0.5, 0.75])
         np.testing.assert_allclose(found, quantiles[head, [16, 32, 48]], rtol=0.05)
@@ -135,7 +149,8 @@ def test_one_head_of_the_mixed_gate_is_slow_where_there_are_no_channels():
 
 def test_all_passes_of_a_shape_have_the_same_inputs():
     forward, both = (
-        inputs.draw(Case("kda", timed, TINY), 0) for timed in ("forward", "forward+backward")
+        inputs.draw(Case("kda", timed, TINY), 0)
+        for timed in ("forward", "forward+backward")
     )
     assert all(jnp.array_equal(forward[name], both[name]) for name in both)
 
@@ -158,9 +173,9 @@ def test_packed_lengths_are_positive_and_fill_the_time(packing: str):
 
 
 def test_packed_inputs_say_which_sequence_a_token_is_of():
-    ids = inputs.draw(Case("gdn", "forward", Shape(1, 64, 1, 16, packing="random", segments=4)), 0)[
-        "segment_ids"
-    ]
+    ids = inputs.draw(
+        Case("gdn", "forward", Shape(1, 64, 1, 16, packing="random", segments=4)), 0
+    )["segment_ids"]
     assert sorted(set(np.asarray(ids[0]))) == [1, 2, 3, 4]
 
 
@@ -185,4 +200,6 @@ def test_operations_are_those_of_a_count_by_hand():
     c, d = 64, 128
     forward = 2 * (2 * c * c * d) + c**3 / 3 + 3 * (2 * c * d * d) + 2 * (2 * c * c * d)
     assert cost("kda", "forward", Shape(1, 64, 1, d)).flops == pytest.approx(forward)
-    assert cost("gdn", "forward", Shape(2, 65, 3, d)).flops == pytest.approx(2 * 2 * 3 * forward)
+    assert cost("gdn", "forward", Shape(2, 65, 3, d)).flops == pytest.approx(
+        2 * 2 * 3 * forward
+    )

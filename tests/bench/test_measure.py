@@ -58,15 +58,24 @@ def test_a_profile_that_is_not_whole_is_no_device_time(monkeypatch: pytest.Monke
     assert profiled(kernels) == pytest.approx([0.2, 0.2, 0.2])
     assert profiled([]) is None
     assert profiled(kernels[1:]) is None
-    assert profiled(kernels[3:]) is None  # as many events in each run, but not of each call
+    assert (
+        profiled(kernels[3:]) is None
+    )  # as many events in each run, but not of each call
     assert (
         profiled([event for event in kernels if event.start % 8e8 != 0]) is None
     )  # the same one in each run
     assert (
-        profiled([event._replace(stop=event.stop + 1e8, name=event.name) for event in kernels[:-1]])
+        profiled(
+            [
+                event._replace(stop=event.stop + 1e8, name=event.name)
+                for event in kernels[:-1]
+            ]
+        )
         is None
     )
-    slow = [trace.Event(event.start * 2, event.stop * 2, event.name) for event in kernels]
+    slow = [
+        trace.Event(event.start * 2, event.stop * 2, event.name) for event in kernels
+    ]
     assert profiled(slow) is None
 
 
@@ -91,16 +100,23 @@ def test_times_are_those_of_the_calls():
 
 
 @pytest.mark.parametrize(
-    ("op", "timed"), [("gdn", "forward"), ("kda", "forward+backward"), ("kda", "decode")]
+    ("op", "timed"),
+    [("gdn", "forward"), ("kda", "forward+backward"), ("kda", "decode")],
 )
-def test_errors_are_roundings_of_the_right_call_and_more_of_a_wrong_one(op: str, timed: str):
+def test_errors_are_roundings_of_the_right_call_and_more_of_a_wrong_one(
+    op: str, timed: str
+):
     """The output is linear in q: with 1.1 q, a tenth of it and of most gradients is wrong."""
-    case = Case(op, timed, Shape(2, 1 if timed == "decode" else 96, 2, 16, value_heads=4))
+    case = Case(
+        op, timed, Shape(2, 1 if timed == "decode" else 96, 2, 16, value_heads=4)
+    )
     both = timed == "forward+backward"
     arrays, compare = inputs.draw(case, 0), Exact(gradients=both)
     program = jax_program(RECURRENT[op], case)
     right = compare.errors(case, arrays, program, program.first(program.load(arrays)))
-    assert right.keys() == ({"output", *GRADIENTS} if both else {"output", "final_state"})
+    assert right.keys() == (
+        {"output", *GRADIENTS} if both else {"output", "final_state"}
+    )
     assert all(error < 4e-3 for error in right.values()), right
     wrong = compare.errors(
         case, arrays, program, program(program.load(arrays | {"q": arrays["q"] * 1.1}))
@@ -110,7 +126,9 @@ def test_errors_are_roundings_of_the_right_call_and_more_of_a_wrong_one(op: str,
 
 
 def test_packed_sequences_have_errors_too():
-    case = Case("kda", "forward+backward", Shape(1, 96, 2, 16, packing="skewed", segments=3))
+    case = Case(
+        "kda", "forward+backward", Shape(1, 96, 2, 16, packing="skewed", segments=3)
+    )
     found = _errors(case)
     assert found.keys() == {"output", *GRADIENTS}
     assert all(0 < error < 4e-3 for error in found.values()), found
@@ -148,11 +166,15 @@ def test_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_packed_sequences_side_by_side_are_those_of_the_definition():
-    case = Case("kda", "forward+backward", Shape(1, 96, 2, 8, packing="random", segments=5))
+    case = Case(
+        "kda", "forward+backward", Shape(1, 96, 2, 8, packing="random", segments=5)
+    )
     arrays = inputs.draw(case, 0)
     with jax.enable_x64(True):
         main = [arrays[name].astype(jnp.float64) for name in inputs.MAIN]
-        run = lambda *main: reference.recurrent_kda(*main, segment_ids=arrays["segment_ids"]).output
+        run = lambda *main: (
+            reference.recurrent_kda(*main, segment_ids=arrays["segment_ids"]).output
+        )
         output, adjoint = jax.vjp(run, *main)
         expected = [output, *adjoint(arrays["do"].astype(jnp.float64))]
     found = exact._started(case, arrays)()
@@ -164,7 +186,9 @@ def test_packed_sequences_side_by_side_are_those_of_the_definition():
 def _errors(case: Case) -> dict[str, float]:
     arrays = inputs.draw(case, 0)
     program = jax_program(RECURRENT[case.op], case)
-    return Exact(gradients=True).errors(case, arrays, program, program.first(program.load(arrays)))
+    return Exact(gradients=True).errors(
+        case, arrays, program, program.first(program.load(arrays))
+    )
 
 
 def test_the_ceilings_are_those_of_a_machine():

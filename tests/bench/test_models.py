@@ -40,14 +40,18 @@ def test_training_ends_with_a_record_that_the_page_shows(tmp_path: pathlib.Path)
     assert runs["float32"]["implementation"] == "xla"
     (part,) = record["parts"]
     together = part["op_ms"] + part["optimizer_ms"] + part["rest_ms"]
-    assert together == pytest.approx(part["step_ms"], abs=2e-4)  # each is rounded to 1e-4
+    assert together == pytest.approx(
+        part["step_ms"], abs=2e-4
+    )  # each is rounded to 1e-4
 
     # Whole runs are kept; a record of another model is not added to.
     before = path.read_text()
     training.train(path, TINY, ("gdn",), 600.0, "abc", said.append)
     assert path.read_text() == before
     with pytest.raises(ValueError, match="is of another model"):
-        training.train(path, dataclasses.replace(TINY, rows=2), ("gdn",), 600.0, "abc", said.append)
+        training.train(
+            path, dataclasses.replace(TINY, rows=2), ("gdn",), 600.0, "abc", said.append
+        )
 
     assert model_pages.sections(tmp_path) == []  # not of a GPU
     records.write(path, record | {"platform": "gpu", "device": "NVIDIA H100 80GB HBM3"})
@@ -59,7 +63,9 @@ def test_training_ends_with_a_record_that_the_page_shows(tmp_path: pathlib.Path)
 
 def test_without_time_nothing_is_begun(tmp_path: pathlib.Path):
     said: list[str] = []
-    record = training.train(tmp_path / "x.json", TINY, ("kda",), 0.0, "abc", said.append)
+    record = training.train(
+        tmp_path / "x.json", TINY, ("kda",), 0.0, "abc", said.append
+    )
     assert record["runs"] == []
     assert said[-1] == "kda float32: no time left"
 
@@ -70,7 +76,8 @@ def _trained(path: pathlib.Path) -> None:
     for op in ("kda", "gdn"):
         for name, shift in (("kernels", -0.01), ("seed", 0.09), ("float32", 0.0)):
             bits = [
-                round(6 / (1 + i / 20) + shift, 5) for i in range(60 if name == "float32" else 100)
+                round(6 / (1 + i / 20) + shift, 5)
+                for i in range(60 if name == "float32" else 100)
             ]
             run = {
                 "op": op,
@@ -99,7 +106,9 @@ def test_losses_are_compared_over_the_steps_that_all_have(tmp_path: pathlib.Path
     path = tmp_path / "training" / "x.json"
     _trained(path)
     text = "\n\n".join(model_pages.sections(tmp_path))
-    row = re.search(r"\| KDA \| 600 \| (\S+) \| (\S+) \| (\S+) \| (\S+) \| (\S+) \|", text)
+    row = re.search(
+        r"\| KDA \| 600 \| (\S+) \| (\S+) \| (\S+) \| (\S+) \| (\S+) \|", text
+    )
     assert row is not None
     kernels, seed, exact, apart, of_seeds = map(float, row.groups())
     assert (apart, of_seeds) == (0.01, 0.1)
@@ -117,11 +126,18 @@ def test_the_curves_are_drawn_once_an_op(tmp_path: pathlib.Path):
     assert height <= 900
     assert width <= 900
     assert len(text) < 100_000
-    for said in ("KDA: bits per byte", "GDN: bits per byte", "sha256:1", "another seed"):
+    for said in (
+        "KDA: bits per byte",
+        "GDN: bits per byte",
+        "sha256:1",
+        "another seed",
+    ):
         assert said in text
 
 
-def test_memory_falls_with_what_is_kept(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
+def test_memory_falls_with_what_is_kept(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+):
     path = tmp_path / "memory" / "x.json"
     remat = {name: memory.REMAT[name] for name in ("False", "save_op")}
     monkeypatch.setattr(memory, "REMAT", remat)
@@ -131,10 +147,16 @@ def test_memory_falls_with_what_is_kept(tmp_path: pathlib.Path, monkeypatch: pyt
     assert everything["peak_mib"] >= of_op["peak_mib"] > 0
     assert of_op["step_ms"] > 0
     before = path.read_text()
-    assert memory.measure(path, "gdn", ["tiny:128"], 600.0, "abc", lambda _: None) == record
+    assert (
+        memory.measure(path, "gdn", ["tiny:128"], 600.0, "abc", lambda _: None)
+        == record
+    )
     assert path.read_text() == before
     records.write(path, record | {"platform": "gpu"})
-    described = record | {"platform": "described", "rows": [everything | {"model": "larger"}]}
+    described = record | {
+        "platform": "described",
+        "rows": [everything | {"model": "larger"}],
+    }
     records.write(path.with_name("y.json"), described)
     text = "\n\n".join(model_pages.sections(tmp_path))
     assert "| GDN | tiny | 128 | save_op |" in text
@@ -142,7 +164,9 @@ def test_memory_falls_with_what_is_kept(tmp_path: pathlib.Path, monkeypatch: pyt
 
 
 @pytest.mark.aot
-def test_memory_is_known_for_a_gpu_that_is_not_there(tmp_path: pathlib.Path, monkeypatch):
+def test_memory_is_known_for_a_gpu_that_is_not_there(
+    tmp_path: pathlib.Path, monkeypatch
+):
     monkeypatch.setattr(memory, "REMAT", {"True": True})
     cases = ["tiny:128"]
     record = memory.measure(
@@ -156,13 +180,32 @@ def test_memory_is_known_for_a_gpu_that_is_not_there(tmp_path: pathlib.Path, mon
 
 def test_a_published_model_is_measured_at_any_size(tmp_path: pathlib.Path):
     path = tmp_path / "published" / "x.json"
-    sizes = ["--layers", "1", "--hidden", "16", "--vocab", "64", "--tokens", "16", "--new", "2"]
+    sizes = [
+        "--layers",
+        "1",
+        "--hidden",
+        "16",
+        "--vocab",
+        "64",
+        "--tokens",
+        "16",
+        "--new",
+        "2",
+    ]
     said: list[str] = []
-    published.run(published.arguments([*sizes, "--out", str(path), "--commit", "abc"]), said.append)
+    published.run(
+        published.arguments([*sizes, "--out", str(path), "--commit", "abc"]),
+        said.append,
+    )
     record = json.loads(path.read_text())
     assert {"device", "commit", "versions", "implementation"} <= record.keys()
     values = {row["name"]: row["value"] for row in record["rows"]}
-    for name in ("prefill, tokens/s", "decode, tokens/s", "training, tokens/s", "loss, nats"):
+    for name in (
+        "prefill, tokens/s",
+        "decode, tokens/s",
+        "training, tokens/s",
+        "loss, nats",
+    ):
         assert values[name] > 0
         assert any(line.startswith(f"{name}: ") for line in said)
     records.write(path, record | {"platform": "gpu"})

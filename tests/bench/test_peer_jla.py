@@ -19,7 +19,9 @@ SHAPES = (Shape(2, 200, 2, 64), Shape(1, 200, 2, 64, packing="random", segments=
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("op", OPS)
-def test_its_conventions_are_ours(op: str, shape: Shape, monkeypatch: pytest.MonkeyPatch):
+def test_its_conventions_are_ours(
+    op: str, shape: Shape, monkeypatch: pytest.MonkeyPatch
+):
     """Output, final state and every gradient of its chunked form: bfloat16 is all that is lost."""
     monkeypatch.setattr(peer_jla, "IMPLEMENTATION", "chunked")
     record = Results("a CPU", "cpu", "2000-01-02", None, {}, Ceilings(1.0, 1.0), [])
@@ -27,9 +29,13 @@ def test_its_conventions_are_ours(op: str, shape: Shape, monkeypatch: pytest.Mon
     for timed in ("forward", "forward+backward"):
         case = Case(op, timed, shape, "production")
         monkeypatch.setitem(
-            runner.PROVIDERS, "jla", runner.PROVIDERS["jla"]._replace(build=peer_jla.build)
+            runner.PROVIDERS,
+            "jla",
+            runner.PROVIDERS["jla"]._replace(build=peer_jla.build),
         )
-        row = runner._row(case, "jla", [inputs.draw(case, 0)], 1, record, Exact(gradients=True))
+        row = runner._row(
+            case, "jla", [inputs.draw(case, 0)], 1, record, Exact(gradients=True)
+        )
         assert row.refused is None
         found |= row.errors
     names = {"output", "dq", "dk", "dv", "dg", "dbeta"} | (
@@ -54,7 +60,10 @@ def test_what_its_kernels_do_not_take_is_refused_in_its_words():
     ("case", "reason"),
     [
         (Case("gdn", "decode", Shape(2, 1, 2, 64)), "no decode"),
-        (Case("kda", "forward", Shape(1, 64, 2, 64, value_heads=4)), "as many value heads"),
+        (
+            Case("kda", "forward", Shape(1, 64, 2, 64, value_heads=4)),
+            "as many value heads",
+        ),
     ],
 )
 def test_what_it_lacks_is_refused(case: Case, reason: str):

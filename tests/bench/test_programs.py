@@ -23,7 +23,12 @@ TOKEN = Shape(2, 1, 2, 64)
 def _row(case: Case, name: str) -> Row:
     record = Results("a CPU", "cpu", "2000-01-02", None, {}, Ceilings(1.0, 1.0), [])
     return runner._row(
-        case, name, [inputs.draw(case, seed) for seed in (0, 1)], 2, record, Exact(gradients=False)
+        case,
+        name,
+        [inputs.draw(case, seed) for seed in (0, 1)],
+        2,
+        record,
+        Exact(gradients=False),
     )
 
 
@@ -38,7 +43,9 @@ def test_decoding_goes_on_from_the_state_it_left_and_writes_over_it(op: str):
     assert before.is_deleted()
     second = program(loaded)
     assert not arrays["initial_state"].is_deleted()
-    recurrent = functools.partial(getattr(reference, f"recurrent_{op}"), return_final_state=True)
+    recurrent = functools.partial(
+        getattr(reference, f"recurrent_{op}"), return_final_state=True
+    )
     main = [arrays[name] for name in inputs.MAIN]
     state = recurrent(*main, initial_state=arrays["initial_state"]).final_state
     expected = recurrent(*main, initial_state=state)
@@ -79,9 +86,17 @@ def test_decoding_takes_the_kernel_where_there_is_one(monkeypatch: pytest.Monkey
             "pallas",
             "K = 264; the kernels take",
         ),
-        (Case("kda", "scan+output", Shape(2, 64, 1, 96)), "pallas", "K = 96; its stages are timed"),
+        (
+            Case("kda", "scan+output", Shape(2, 64, 1, 96)),
+            "pallas",
+            "K = 96; its stages are timed",
+        ),
         (Case("kda", "decode", Shape(2, 1, 1, 256)), "pallas", ""),
-        (Case("kda", "scan+output", Shape(1, 64, 1, 64)), "xla", "its stages are not kernels"),
+        (
+            Case("kda", "scan+output", Shape(1, 64, 1, 64)),
+            "xla",
+            "its stages are not kernels",
+        ),
         (Case("gdn", "decode", TOKEN), "scan", 'one token of the scan is "xla"'),
     ],
 )
@@ -94,19 +109,27 @@ def test_what_cannot_run_has_a_reason(case: Case, name: str, reason: str):
 
 def test_the_decoders_inputs_do_not_stay_in_a_gpus_cache():
     for shape in SETS["decode"]:
-        arrays = jax.eval_shape(lambda shape=shape: inputs._draw(Case("gdn", "decode", shape), 0))
+        arrays = jax.eval_shape(
+            lambda shape=shape: inputs._draw(Case("gdn", "decode", shape), 0)
+        )
         size = sum(x.size * x.dtype.itemsize for x in arrays.values())
         assert size * measure.input_sets(size, gpu=True) >= 3 * measure.CACHE_BYTES
 
 
-def test_packed_sequences_with_states_have_the_results_without(monkeypatch: pytest.MonkeyPatch):
+def test_packed_sequences_with_states_have_the_results_without(
+    monkeypatch: pytest.MonkeyPatch,
+):
     """By kernels on a GPU; here the call takes whatever it can."""
-    case = Case("gdn", "forward+backward", Shape(1, 96, 1, 8, packing="random", segments=3))
+    case = Case(
+        "gdn", "forward+backward", Shape(1, 96, 1, 8, packing="random", segments=3)
+    )
     arrays = inputs.draw(case, 0)
     without = PROVIDERS["xla"].build(case).first(arrays)
     chunk = jfla.chunk_gdn
 
-    def portable(*main: jax.Array, implementation: str, **rest: Any) -> jfla.DeltaRuleOutput:
+    def portable(
+        *main: jax.Array, implementation: str, **rest: Any
+    ) -> jfla.DeltaRuleOutput:
         assert implementation == "pallas"
         return chunk(*main, **rest)
 

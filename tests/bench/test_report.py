@@ -33,14 +33,32 @@ def record() -> Results:
         both.errors = {"output": 3e-3, "dq": 4e-3, "dg": 6e-3}
         rows += [forward, both, results.backward_row(case, forward, both, CEILINGS)]
     rows.append(
-        Row("kda", "forward", str(Shape(1, 65536, 32)), "strong", "fla", refused="out of memory")
+        Row(
+            "kda",
+            "forward",
+            str(Shape(1, 65536, 32)),
+            "strong",
+            "fla",
+            refused="out of memory",
+        )
     )
-    rows.append(Row("kda", "forward", str(SHAPE), "strong", "cudnn", refused="closed today"))
+    rows.append(
+        Row("kda", "forward", str(SHAPE), "strong", "cudnn", refused="closed today")
+    )
     decode = results.timed_row(
-        Case("kda", "decode", Shape(1, 1, 32), "strong"), "pallas", _timing(0.01), CEILINGS
+        Case("kda", "decode", Shape(1, 1, 32), "strong"),
+        "pallas",
+        _timing(0.01),
+        CEILINGS,
     )
     return Results(
-        "NVIDIA X", "gpu", "2000-01-02", "abc", {"jax": "9.9"}, CEILINGS, [*rows, decode]
+        "NVIDIA X",
+        "gpu",
+        "2000-01-02",
+        "abc",
+        {"jax": "9.9"},
+        CEILINGS,
+        [*rows, decode],
     )
 
 
@@ -68,16 +86,19 @@ def test_the_table_has_a_line_for_every_row_and_the_reasons_below(record: Result
     assert "output 3.0e-03" in forward
 
 
-def test_the_page_shows_times_errors_and_reasons(record: Results, tmp_path: pathlib.Path):
+def test_the_page_shows_times_errors_and_reasons(
+    record: Results, tmp_path: pathlib.Path
+):
     path = tmp_path / "results.json"
     record.write(path)
     text = pages.page(path)
     assert "## Measured on 2000-01-02" in text
     assert "One NVIDIA X, commit abc; jax 9.9." in text
-    shares = (
-        f"{100 * record.rows[0].copy_fraction:.0f} % | {100 * record.rows[0].matmul_fraction:.0f} %"
+    shares = f"{100 * record.rows[0].copy_fraction:.0f} % | {100 * record.rows[0].matmul_fraction:.0f} %"
+    assert (
+        f"| B1 T8192 H32 D128 | pallas | 0.5 | 1.5 | {shares} | 3.0e-03 | 6.0e-03 |"
+        in text
     )
-    assert f"| B1 T8192 H32 D128 | pallas | 0.5 | 1.5 | {shares} | 3.0e-03 | 6.0e-03 |" in text
     assert "| B1 T65536 H32 D128 | fla | no |" in text
     assert "no: fla: out of memory (kda forward B1 T65536 H32 D128 strong)" in text
     assert "no: cudnn: closed today (kda forward B1 T8192 H32 D128 strong)" in text
@@ -106,7 +127,10 @@ def test_what_was_not_measured_again_is_shown_with_the_commit_it_was_measured_at
     again = dataclasses.replace(record, rows=list(record.rows), commit="new")
     record.rows.append(
         results.timed_row(
-            Case("gdn", "forward", Shape(1, 8192, 32)), "pallas", _timing(0.625), CEILINGS
+            Case("gdn", "forward", Shape(1, 8192, 32)),
+            "pallas",
+            _timing(0.625),
+            CEILINGS,
         )
     )
     record.commit = "old"
@@ -134,11 +158,17 @@ def at_production(record: Results) -> Results:
             )
             case = Case("kda", "forward+backward", shape, "production")
             both = results.timed_row(case, name, _timing(ms + 4), CEILINGS)
-            record.rows += [forward, both, results.backward_row(case, forward, both, CEILINGS)]
+            record.rows += [
+                forward,
+                both,
+                results.backward_row(case, forward, both, CEILINGS),
+            ]
     return record
 
 
-def test_the_overview_has_the_gates_of_models_and_says_who_drops_what(at_production: Results):
+def test_the_overview_has_the_gates_of_models_and_says_who_drops_what(
+    at_production: Results,
+):
     text = overview.overview(at_production)
     # FLA has times at strong gates alone. The fastest of the others is not jla.
     assert (
@@ -146,7 +176,8 @@ def test_the_overview_has_the_gates_of_models_and_says_who_drops_what(at_product
         in text
     )
     assert (
-        "| KDA 8 x 4096 | 2.00 / **4.00** |  | **1.00** / **4.00** cuDNN frontend 1.32.0 |" in text
+        "| KDA 8 x 4096 | 2.00 / **4.00** |  | **1.00** / **4.00** cuDNN frontend 1.32.0 |"
+        in text
     )
     assert "KDA 1 x 65536" not in text  # of ours there is none
     assert "no: fla: out of memory (kda forward B1 T65536 H32 D128 strong)" in text
@@ -155,7 +186,9 @@ def test_the_overview_has_the_gates_of_models_and_says_who_drops_what(at_product
     assert "jla" not in text
 
 
-def test_without_times_at_the_gate_of_models_those_at_strong_gates_are_shown(record: Results):
+def test_without_times_at_the_gate_of_models_those_at_strong_gates_are_shown(
+    record: Results,
+):
     assert "| KDA 1 x 8192 | **0.500** / **1.50** |" in overview.overview(record)
 
 
@@ -186,7 +219,9 @@ def test_pages_that_were_written_agree_until_something_changes(
 
 def test_the_picture_is_small_and_names_everybody():
     text = pages.REPOSITORY.picture.read_text()
-    width, height = (float(x) for x in re.search(r'viewBox="0 0 (\S+) (\S+)"', text).groups())
+    width, height = (
+        float(x) for x in re.search(r'viewBox="0 0 (\S+) (\S+)"', text).groups()
+    )
     assert height <= 900
     assert width <= 900
     assert len(text) < 60_000
@@ -203,7 +238,9 @@ def test_every_implementation_has_a_color():
     assert plot.COLORS.keys() == PROVIDERS.keys()
 
 
-def test_there_is_nothing_to_draw_without_times(record: Results, tmp_path: pathlib.Path):
+def test_there_is_nothing_to_draw_without_times(
+    record: Results, tmp_path: pathlib.Path
+):
     record.rows = [row for row in record.rows if row.ms is None]
     with pytest.raises(ValueError, match="no time"):
         plot.draw_results(record, tmp_path / "plot.png")
@@ -231,7 +268,9 @@ def test_the_pages_of_the_repository_are_those_of_its_newest_results():
     ],
 )
 def test_the_command_names_wrong_options(arguments: list[str], said: str):
-    result = CliRunner().invoke(app, ["bench", *arguments], env={"COLUMNS": "200", "TERM": "dumb"})
+    result = CliRunner().invoke(
+        app, ["bench", *arguments], env={"COLUMNS": "200", "TERM": "dumb"}
+    )
     assert result.exit_code == 2
     assert said in " ".join(result.output.split())
 

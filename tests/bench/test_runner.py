@@ -46,7 +46,9 @@ def small(monkeypatch: pytest.MonkeyPatch):
     """One tiny shape, quick implementations, no time for ceilings."""
     builds = {"scan": _scan, "refuses": _refuses, "breaks": _breaks, "wrong": _wrong}
     monkeypatch.setattr(
-        runner, "PROVIDERS", {name: Provider(build, ours=True) for name, build in builds.items()}
+        runner,
+        "PROVIDERS",
+        {name: Provider(build, ours=True) for name, build in builds.items()},
     )
     monkeypatch.setattr(providers, "PROVIDERS", runner.PROVIDERS)
     monkeypatch.setitem(shapes.SETS, "quick", (TINY,))
@@ -57,7 +59,9 @@ def test_a_run_has_a_row_for_everything_and_keeps_it(tmp_path: pathlib.Path):
     path = tmp_path / "results.json"
     said: list[str] = []
     plan = Plan(ops=("gdn",), passes=("backward",), json=path, repeats=2)
-    record = runner.run(plan, lambda done, total, text: said.append(f"{done}/{total} {text}"))
+    record = runner.run(
+        plan, lambda done, total, text: said.append(f"{done}/{total} {text}")
+    )
     rows = {(row.implementation, row.timed): row for row in record.rows}
     assert said[0] == "0/2 gdn forward, B1 T64 H1 D8, production: scan"
     for timed in ("forward", "forward+backward"):
@@ -78,9 +82,12 @@ def test_a_run_has_a_row_for_everything_and_keeps_it(tmp_path: pathlib.Path):
     assert written.versions["jax"]
 
     again = runner.run(
-        dataclasses.replace(plan, passes=("forward",), implementations=("scan",)), lambda *_: None
+        dataclasses.replace(plan, passes=("forward",), implementations=("scan",)),
+        lambda *_: None,
     )
-    assert sorted(row.key for row in again.rows) == sorted(row.key for row in record.rows)
+    assert sorted(row.key for row in again.rows) == sorted(
+        row.key for row in record.rows
+    )
 
 
 def test_ours_have_their_turn_between_the_peers(
@@ -91,7 +98,13 @@ def test_ours_have_their_turn_between_the_peers(
     monkeypatch.setattr(runner, "unavailable", lambda name: None)
     peers_last = ("scan", "first", "second", "third")
     path = tmp_path / "results.json"
-    plan = Plan(ops=("gdn",), passes=("forward",), implementations=peers_last, json=path, repeats=1)
+    plan = Plan(
+        ops=("gdn",),
+        passes=("forward",),
+        implementations=peers_last,
+        json=path,
+        repeats=1,
+    )
     rows = runner.run(plan, lambda *_: None).rows
     assert [row.implementation for row in rows] == ["first", "second", "scan", "third"]
     assert results.read(path).runs == 1
@@ -119,7 +132,8 @@ def test_inputs_that_do_not_fit_are_rows_with_a_reason(monkeypatch: pytest.Monke
     monkeypatch.setattr(inputs, "draw", fits)
     plan = Plan(passes=("forward",), implementations=("scan", "refuses"), repeats=1)
     found = {
-        (row.op, row.implementation): row.refused for row in runner.run(plan, lambda *_: None).rows
+        (row.op, row.implementation): row.refused
+        for row in runner.run(plan, lambda *_: None).rows
     }
     assert found["kda", "scan"] == found["kda", "refuses"] == "out of memory"
     assert found["gdn", "scan"] is None
@@ -156,19 +170,30 @@ def test_rows_of_another_version_are_not_added_to(tmp_path: pathlib.Path):
 def _file(
     path: pathlib.Path, copy: float, versions: dict[str, str], *rows: Row, **other: str
 ) -> pathlib.Path:
-    head = {"device": "NVIDIA X", "platform": "gpu", "date": "2000-01-02", "commit": "abc"} | other
-    Results(**head, versions=versions, ceilings=Ceilings(copy, 100.0), rows=list(rows)).write(path)
+    head = {
+        "device": "NVIDIA X",
+        "platform": "gpu",
+        "date": "2000-01-02",
+        "commit": "abc",
+    } | other
+    Results(
+        **head, versions=versions, ceilings=Ceilings(copy, 100.0), rows=list(rows)
+    ).write(path)
     return path
 
 
-def test_merging_loses_no_row_and_relates_all_to_the_best_ceilings(tmp_path: pathlib.Path):
+def test_merging_loses_no_row_and_relates_all_to_the_best_ceilings(
+    tmp_path: pathlib.Path,
+):
     timed = lambda name, ms: results.timed_row(
         Case("kda", "forward", TINY),
         name,
         Timing(ms, ms, ms, ms, "device", 7),
         Ceilings(2.0, 100.0),
     )
-    no = lambda name: Row("kda", "forward", str(TINY), "production", name, refused="out of memory")
+    no = lambda name: Row(
+        "kda", "forward", str(TINY), "production", name, refused="out of memory"
+    )
     first = _file(
         tmp_path / "1",
         2.0,
@@ -244,7 +269,8 @@ def test_absent_peers_are_refused_by_name(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize(
-    ("capability", "left_out"), [("9.0", {"xla", "scan"}), ("8.0", set()), (None, set())]
+    ("capability", "left_out"),
+    [("9.0", {"xla", "scan"}), ("8.0", set()), (None, set())],
 )
 def test_where_the_kernels_run_the_slow_implementations_are_asked_for(
     capability: str | None, left_out: set[str], monkeypatch: pytest.MonkeyPatch
@@ -270,7 +296,12 @@ def test_the_backward_is_the_difference_and_noise_is_none():
     )
     both.errors = {"output": 1e-3, "dq": 2e-3}
     row = results.backward_row(case, forward, both, CEILINGS)
-    assert (row.timed, row.ms, row.wall_ms, row.method) == ("backward", 3.0, 3.5, "device")
+    assert (row.timed, row.ms, row.wall_ms, row.method) == (
+        "backward",
+        3.0,
+        3.5,
+        "device",
+    )
     assert (row.low_ms, row.high_ms) == pytest.approx((2.6, 3.2))
     assert row.errors == {"dq": 2e-3}
     forward.method = "queued"  # then both are taken as wall times
@@ -284,12 +315,23 @@ def test_the_backward_is_the_difference_and_noise_is_none():
 
 def test_a_row_that_was_refused_has_no_timing():
     with pytest.raises(ValueError, match="no such thing"):
-        _ = Row("kda", "forward", str(TINY), "strong", "xla", refused="no such thing").timing
+        _ = Row(
+            "kda", "forward", str(TINY), "strong", "xla", refused="no such thing"
+        ).timing
 
 
 def test_the_core_needs_jax_and_numpy_alone():
     """What `python -m benchmarks` imports, with everything else hidden, and its table."""
-    hidden = ("rich", "typer", "matplotlib", "beartype", "optax", "orbax", "grain", "flax")
+    hidden = (
+        "rich",
+        "typer",
+        "matplotlib",
+        "beartype",
+        "optax",
+        "orbax",
+        "grain",
+        "flax",
+    )
     code = (
         f"import sys; sys.modules.update(dict.fromkeys({hidden})); "
         "from benchmarks import report, results, runner; from benchmarks.ceilings import Ceilings; "
@@ -297,6 +339,10 @@ def test_the_core_needs_jax_and_numpy_alone():
     )
     folder = results.FOLDER.parents[1]
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert "copy 1 TB/s, matmul 2 TFLOP/s\nop  pass" in done.stdout

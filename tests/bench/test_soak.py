@@ -30,7 +30,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_handful_of_cases_passes(tmp_path: pathlib.Path):
     said: list[str] = []
-    plan = Plan(seed=75, cases=4, each=2, implementation="xla", out=tmp_path / "failure.py")
+    plan = Plan(
+        seed=75, cases=4, each=2, implementation="xla", out=tmp_path / "failure.py"
+    )
     tally = run.run(plan, said.append)
     assert (tally.cases, tally.failures, sum(tally.by.values())) == (4, 0, 4)
     assert not plan.out.exists()
@@ -42,14 +44,22 @@ def test_a_handful_of_cases_passes(tmp_path: pathlib.Path):
 @pytest.mark.parametrize("transform", cases.TRANSFORMS)
 def test_every_transform_with_all_that_a_call_can_have(transform: str):
     call = dataclasses.replace(
-        PACKED, op="kda", form="chunk", time=70, transform=transform, gate="softplus", dt_bias=True
+        PACKED,
+        op="kda",
+        form="chunk",
+        time=70,
+        transform=transform,
+        gate="softplus",
+        dt_bias=True,
     )
     checked = check.Checked(call, "xla")
     for layout in cases.LAYOUTS:
         assert checked.problems(Numbers(seed=1, layout=layout)) == []
 
 
-@pytest.mark.parametrize("gate", [pytest.param(None, marks=pytest.mark.slow), "softplus"])
+@pytest.mark.parametrize(
+    "gate", [pytest.param(None, marks=pytest.mark.slow), "softplus"]
+)
 def test_a_batch_split_over_devices_is_right(gate: str | None):
     call = dataclasses.replace(
         PACKED, transform=cases.SPLIT, batch=jax.device_count(), gate=gate, dt_bias=True
@@ -62,7 +72,9 @@ def test_a_batch_split_over_devices_is_right(gate: str | None):
 def test_kernels_are_soaked_in_interpret_mode(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ):
-    call = dataclasses.replace(PACKED, form="chunk", batch=1, heads=1, group=1, state=None)
+    call = dataclasses.replace(
+        PACKED, form="chunk", batch=1, heads=1, group=1, state=None
+    )
     call = dataclasses.replace(call, final=False, segments=0)
     monkeypatch.setattr(run, "draw_call", lambda rng, sizes, devices: call)
     plan = Plan(cases=1, interpret=True, out=tmp_path / "failure.py")
@@ -75,7 +87,9 @@ def test_kernels_are_soaked_in_interpret_mode(
     assert right.value.code == 0
 
 
-def _wrong_gdn(change: Callable[[jax.Array], jax.Array]) -> Callable[..., jfla.DeltaRuleOutput]:
+def _wrong_gdn(
+    change: Callable[[jax.Array], jax.Array],
+) -> Callable[..., jfla.DeltaRuleOutput]:
     right = jfla.recurrent_gdn
 
     def recurrent_gdn(*args, **kwargs) -> jfla.DeltaRuleOutput:
@@ -86,7 +100,9 @@ def _wrong_gdn(change: Callable[[jax.Array], jax.Array]) -> Callable[..., jfla.D
 
 
 def test_a_planted_error_is_caught_and_its_file_shows_it_again(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ):
     plan = Plan(cases=1, implementation="xla", out=tmp_path / "failure.py")
     monkeypatch.setattr(run, "draw_call", lambda rng, sizes, devices: PACKED)
@@ -114,7 +130,10 @@ def test_a_planted_error_is_caught_and_its_file_shows_it_again(
             lambda output: output + 1e-3 * output.mean(1, keepdims=True),
             "depends on later tokens or other rows",
         ),
-        (lambda output: output + 1e-3 * output[::-1], "depends on later tokens or other rows"),
+        (
+            lambda output: output + 1e-3 * output[::-1],
+            "depends on later tokens or other rows",
+        ),
     ],
 )
 def test_what_needs_no_reference_is_caught(
@@ -152,7 +171,9 @@ def test_what_cannot_run_is_a_failure_with_its_message(monkeypatch: pytest.Monke
         raise RuntimeError("no such device\nsecond line")
 
     monkeypatch.setattr(jfla, "recurrent_gdn", recurrent_gdn)
-    assert check.Checked(PACKED, None).problems(NUMBERS) == ["RuntimeError: no such device"]
+    assert check.Checked(PACKED, None).problems(NUMBERS) == [
+        "RuntimeError: no such device"
+    ]
 
 
 def test_calls_that_are_not_taken_are_counted_with_their_reason(tmp_path: pathlib.Path):
@@ -172,7 +193,10 @@ def test_a_run_without_a_case_is_no_success(capsys: pytest.CaptureFixture[str]):
 def test_draws_are_of_every_kind_and_the_same_for_a_seed():
     def drawn(seed: int) -> list[Case]:
         rng = np.random.default_rng(seed)
-        return [Case(cases.draw_call(rng, TINY), cases.draw_numbers(rng)) for _ in range(200)]
+        return [
+            Case(cases.draw_call(rng, TINY), cases.draw_numbers(rng))
+            for _ in range(200)
+        ]
 
     calls = [case.call for case in drawn(0)]
     assert drawn(0) == drawn(0)

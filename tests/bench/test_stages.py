@@ -33,7 +33,9 @@ def test_the_operands_make_the_output(op: str):
 
     with jax.default_matmul_precision("highest"):
         program = JaxProgram(run)
-        found = Exact(gradients=False).errors(case, arrays, program, program.first(arrays))
+        found = Exact(gradients=False).errors(
+            case, arrays, program, program.first(arrays)
+        )
     assert found.keys() == {"output", "final_state"}
     assert max(found.values()) < 1e-5
 
@@ -51,7 +53,10 @@ def test_our_stages_make_the_output(op: str):
 
 
 def test_stages_refuse_what_they_are_not_timed_on():
-    for shape in (Shape(1, 100, 1, 64), Shape(1, 128, 1, 64, packing="uniform", segments=2)):
+    for shape in (
+        Shape(1, 100, 1, 64),
+        Shape(1, 128, 1, 64, packing="uniform", segments=2),
+    ):
         with pytest.raises(Refused, match="whole chunks"):
             stages.ours(Case("kda", "scan+output", shape))
 

@@ -13,7 +13,9 @@ from jfla.cli.app import app
 
 
 def invoke(*arguments: str) -> tuple[int, str]:
-    result = CliRunner().invoke(app, list(arguments), env={"COLUMNS": "200", "TERM": "dumb"})
+    result = CliRunner().invoke(
+        app, list(arguments), env={"COLUMNS": "200", "TERM": "dumb"}
+    )
     return result.exit_code, " ".join(result.output.split())
 
 
@@ -46,21 +48,39 @@ def test_info_gives_the_choice_and_the_reason_of_explain():
         (["--steps", "0"], ("--steps", "1")),
         (
             ["--mesh", "data=2,time=4"],
-            ("--mesh", "axes must be data, sequence, model, got 'time' in 'data=2,time=4'"),
+            (
+                "--mesh",
+                "axes must be data, sequence, model, got 'time' in 'data=2,time=4'",
+            ),
         ),
-        (["--mesh", "data=2,data=4"], ("--mesh", "an axis must occur once, got data again")),
-        (["--mesh", "data=two"], ("--mesh", "data must be a whole number above 0, got 'two'")),
+        (
+            ["--mesh", "data=2,data=4"],
+            ("--mesh", "an axis must occur once, got data again"),
+        ),
+        (
+            ["--mesh", "data=two"],
+            ("--mesh", "data must be a whole number above 0, got 'two'"),
+        ),
         (["--mesh", "data"], ("--mesh", "data must be a whole number above 0, got ''")),
         (
             ["--mesh", "data=2,sequence=2"],
             ("--mesh", "must be the number of devices, 8, got 2 x 2 x 1 = 4"),
         ),
         (["--mesh", "model=8"], ("--mesh", "model must divide the 2 heads, got 8")),
-        (["--process-id", "1"], ("--process-id", "--coordinator must be given with it, got 1")),
-        (["--coordinator", "here"], ("--coordinator", "must be HOST:PORT or auto, got 'here'")),
+        (
+            ["--process-id", "1"],
+            ("--process-id", "--coordinator must be given with it, got 1"),
+        ),
+        (
+            ["--coordinator", "here"],
+            ("--coordinator", "must be HOST:PORT or auto, got 'here'"),
+        ),
         (
             ["--coordinator", "here:1234", "--process-id", "1"],
-            ("--coordinator", "an address must come with --num-processes and --process-id"),
+            (
+                "--coordinator",
+                "an address must come with --num-processes and --process-id",
+            ),
         ),
         (
             ["--coordinator", "here:1234", "--num-processes", "2", "--process-id", "2"],
@@ -68,7 +88,10 @@ def test_info_gives_the_choice_and_the_reason_of_explain():
         ),
         (
             ["--coordinator", "auto", "--process-id", "1"],
-            ("--coordinator", "auto must come without --num-processes and --process-id"),
+            (
+                "--coordinator",
+                "auto must come without --num-processes and --process-id",
+            ),
         ),
         (["--seed", "-1"], ("--seed", "0")),
         (["--implementation", "triton"], ("--implementation", "'pallas', 'xla'")),
@@ -94,7 +117,9 @@ def test_a_folder_of_other_things_is_left_alone(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
-def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+def test_missing_packages_are_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+):
     found = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util,
@@ -110,7 +135,8 @@ def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
 
 @pytest.mark.parametrize(
-    "arguments", [("bench", "--readme", "check"), ("bench-merge", __file__, "--out", "out.json")]
+    "arguments",
+    [("bench", "--readme", "check"), ("bench-merge", __file__, "--out", "out.json")],
 )
 def test_without_a_clone_the_benchmarks_say_where_they_are(
     arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
@@ -119,7 +145,9 @@ def test_without_a_clone_the_benchmarks_say_where_they_are(
     for name in [name for name in sys.modules if name.split(".")[0] == "benchmarks"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(
-        sys, "path", [path for path in sys.path if not (pathlib.Path(path) / "benchmarks").exists()]
+        sys,
+        "path",
+        [path for path in sys.path if not (pathlib.Path(path) / "benchmarks").exists()],
     )
     monkeypatch.setattr(sys, "path_importer_cache", {})
     code, output = invoke(*arguments)

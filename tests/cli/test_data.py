@@ -27,7 +27,9 @@ def test_every_recall_answer_stands_in_the_row():
 
 def test_recall_cannot_be_learned_by_heart():
     """The value behind a key is as good as uniform over rows."""
-    tokens, *_ = data.recall_rows(np.random.default_rng(0), rows=4000, time=2 * data.PAIRS + 1)
+    tokens, *_ = data.recall_rows(
+        np.random.default_rng(0), rows=4000, time=2 * data.PAIRS + 1
+    )
     first = tokens[tokens[:, 0] == data.FIRST_KEY, 1] - data.FIRST_VALUE
     counts = np.bincount(first, minlength=data.SYMBOLS)
     assert len(first) > 150
@@ -42,14 +44,18 @@ def test_a_row_too_short_for_its_pairs_is_refused():
 def test_text_is_ascii_cut_from_the_corpus(corpus: data.Corpus):
     assert corpus.train.max() < data.FIRST_KEY
     assert len(corpus.train) > 10 * len(corpus.held_out) > 100_000
-    tokens, scored, _ = data.text_rows(np.random.default_rng(0), corpus.train, rows=3, time=64)
+    tokens, scored, _ = data.text_rows(
+        np.random.default_rng(0), corpus.train, rows=3, time=64
+    )
     assert scored.all()
     for row in tokens:
         assert row.astype(np.uint8).tobytes() in corpus.train.tobytes()
 
 
 def test_held_out_files_are_not_trained_on(corpus: data.Corpus):
-    tokens, *_ = data.text_rows(np.random.default_rng(0), corpus.held_out, rows=20, time=400)
+    tokens, *_ = data.text_rows(
+        np.random.default_rng(0), corpus.held_out, rows=20, time=400
+    )
     train = corpus.train.tobytes()
     seen = [row.astype(np.uint8).tobytes() in train for row in tokens]
     assert sum(seen) <= 1  # licences and tables occur twice

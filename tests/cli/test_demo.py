@@ -36,7 +36,9 @@ def run(
 ) -> tuple[dict, str]:
     """(results, what was printed)"""
     console = Console(file=io.StringIO(), width=200)
-    results = demo.run(settings.op, steps, out, "xla", settings.seed, console, settings, mesh_shape)
+    results = demo.run(
+        settings.op, steps, out, "xla", settings.seed, console, settings, mesh_shape
+    )
     return results, console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -98,7 +100,11 @@ demo.SAVE_EVERY = {SAVE_EVERY}
 demo.run("gdn", {STEPS}, pathlib.Path({str(out)!r}), "xla", 0, rich.console.Console(), train.{TINY!r})
 """
     died = subprocess.run(
-        [sys.executable, "-c", program], env=os.environ, capture_output=True, text=True, check=False
+        [sys.executable, "-c", program],
+        env=os.environ,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert died.returncode == -signal.SIGKILL, died.stderr
     assert not (out / "results.json").exists()
@@ -130,10 +136,16 @@ def test_a_checkpoint_has_the_curves_of_its_step(
     rows = functools.partial(data.recall_rows, rows=1, time=TINY.time)
     list(training.train(data.batches(rows, TINY.rows, steps, seed=0), save_every=1))
     training.close()
-    assert {step: len(curves["bits"]) for step, curves in saved.items()} == {1: 1, 2: 2, 3: 3}
+    assert {step: len(curves["bits"]) for step, curves in saved.items()} == {
+        1: 1,
+        2: 2,
+        3: 3,
+    }
 
 
-def test_a_run_goes_on_under_a_mesh(finished: tuple[pathlib.Path, dict], tmp_path: pathlib.Path):
+def test_a_run_goes_on_under_a_mesh(
+    finished: tuple[pathlib.Path, dict], tmp_path: pathlib.Path
+):
     """Checkpoints of one device, restored on eight, lead to the loss of one device.
 
     Sums over devices are ordered differently: in float32 that changes the last bits of gradients,
@@ -150,7 +162,9 @@ def test_a_run_goes_on_under_a_mesh(finished: tuple[pathlib.Path, dict], tmp_pat
     for name in ("text", "recall"):
         assert f"{name}: continuing after step {STEPS - SAVE_EVERY}" in printed
         bits = curves(out, name, STEPS)["bits"]
-        np.testing.assert_allclose(bits, curves(whole, name, STEPS)["bits"], rtol=0, atol=1e-4)
+        np.testing.assert_allclose(
+            bits, curves(whole, name, STEPS)["bits"], rtol=0, atol=1e-4
+        )
         assert results[name]["bits"] == pytest.approx(expected[name]["bits"], abs=1e-4)
     assert len(results["sample"]) == len(expected["sample"])
 
@@ -169,6 +183,7 @@ def test_more_steps_go_on_from_a_finished_run(finished: tuple[pathlib.Path, dict
 def test_a_folder_belongs_to_its_settings(finished: tuple[pathlib.Path, dict]):
     out, _ = finished
     with pytest.raises(
-        demo.Refused, match="holds a run with op = gdn: give another folder or remove this one"
+        demo.Refused,
+        match="holds a run with op = gdn: give another folder or remove this one",
     ):
         demo.claim(out, Settings(**{**vars(TINY), "op": "kda"}))

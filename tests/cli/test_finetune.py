@@ -37,7 +37,9 @@ SETTINGS = {
 
 
 @pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[pathlib.Path, pathlib.Path]:
+def inputs(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[pathlib.Path, pathlib.Path]:
     """A model and a file of documents that count upwards."""
     folder = tmp_path_factory.mktemp("inputs")
     jfla.nn.save_hf(jfla.nn.from_config(SETTINGS, rngs=nnx.Rngs(0)), folder / "model")
@@ -74,7 +76,9 @@ def _save_often():
 
 
 @pytest.fixture(scope="module")
-def finished(inputs, tmp_path_factory: pytest.TempPathFactory) -> tuple[pathlib.Path, str]:
+def finished(
+    inputs, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[pathlib.Path, str]:
     """A run of LoRA that nobody interrupted."""
     out = tmp_path_factory.mktemp("finetune") / "finished"
     return out, run(inputs, out)
@@ -98,7 +102,9 @@ def test_lora_learns_and_leaves_a_published_model(inputs, finished):
     trained = [name for name in before if (before[name] != after[name]).any()]
     assert trained
     assert all("proj" in name for name in trained)
-    assert {name: x.dtype for name, x in before.items()} == {n: x.dtype for n, x in after.items()}
+    assert {name: x.dtype for name, x in before.items()} == {
+        n: x.dtype for n, x in after.items()
+    }
     assert (out / "model" / "generation_config.json").exists()
     # The folder is a model, and it is the one that was trained: it continues what it has seen.
     loaded = jfla.nn.load_hf(out / "model")
@@ -132,13 +138,17 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_bits(inputs, finished, tmp_p
 @pytest.mark.slow
 def test_all_parameters_over_several_devices(inputs, tmp_path):
     """Rows divided among four devices; float32 in training, the published dtype in the folder."""
-    printed = " ".join(run(inputs, tmp_path / "out", full=True, steps=2, dtype="float32").split())
+    printed = " ".join(
+        run(inputs, tmp_path / "out", full=True, steps=2, dtype="float32").split()
+    )
     assert "devices │ 4 x " in printed
     assert "rows of a step are divided among them: 4 by 8 devices" in printed
     assert "trained │ all " in printed
     before = load_file(inputs[0] / "model.safetensors")
     after = load_file(tmp_path / "out" / "model" / "model.safetensors")
-    assert {name: x.dtype for name, x in before.items()} == {n: x.dtype for n, x in after.items()}
+    assert {name: x.dtype for name, x in before.items()} == {
+        n: x.dtype for n, x in after.items()
+    }
     name = "model.embed_tokens.weight"
     assert (before[name] != after[name]).any()
 
@@ -185,7 +195,9 @@ def test_packed_documents_have_the_loss_of_separate_ones(inputs):
         total += float(train.metrics(model, alone).bits) * (len(tokens) - 1)
         count += len(tokens) - 1
     assert batch.scored.sum() == count
-    np.testing.assert_allclose(float(train.metrics(model, batch).bits), total / count, rtol=2e-3)
+    np.testing.assert_allclose(
+        float(train.metrics(model, batch).bits), total / count, rtol=2e-3
+    )
 
 
 def test_prompts_are_not_predicted_and_texts_end(tmp_path):
@@ -216,7 +228,15 @@ def test_a_line_that_cannot_be_is_named(inputs, tmp_path, line: str, said: str):
     path = tmp_path / "data.jsonl"
     path.write_text('{"tokens": [1, 2]}\n' + line)
     out = tmp_path / "out"
-    arguments = ["finetune", "--model", str(inputs[0]), "--data", str(path), "--out", str(out)]
+    arguments = [
+        "finetune",
+        "--model",
+        str(inputs[0]),
+        "--data",
+        str(path),
+        "--out",
+        str(out),
+    ]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 1
     assert said in result.stderr

@@ -35,8 +35,17 @@ def test_greedy_tokens_are_the_authors(monkeypatch: pytest.MonkeyPatch):
     expected = golden["generated_ids"].tolist()
     # Their continuation does not end at a stop token.
     monkeypatch.setattr(published, "stop_tokens", lambda *_: ((), "a test"))
-    prompt = ", ".join(map(str, golden["input_ids"][0, golden["attention_mask"][0] == 1]))
-    arguments = ("--prompt", prompt, "--max-tokens", str(len(expected)), "--temperature", "0")
+    prompt = ", ".join(
+        map(str, golden["input_ids"][0, golden["attention_mask"][0] == 1])
+    )
+    arguments = (
+        "--prompt",
+        prompt,
+        "--max-tokens",
+        str(len(expected)),
+        "--temperature",
+        "0",
+    )
     code, out, notes = invoke("--model", str(MODEL), *arguments)
     assert code == 0, notes
     assert [int(token) for token in out.split()] == expected
@@ -83,9 +92,16 @@ def tokenizers(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_text_recommended_sampling_and_stop_tokens(folder: pathlib.Path, tokenizers):
     (folder / "tokenizer.json").write_text("{}")
     stop = list(range(128, 256))
-    recommended = {"do_sample": True, "temperature": 0.5, "top_k": 0, "eos_token_id": stop}
+    recommended = {
+        "do_sample": True,
+        "temperature": 0.5,
+        "top_k": 0,
+        "eos_token_id": stop,
+    }
     (folder / "generation_config.json").write_text(json.dumps(recommended))
-    code, out, notes = invoke("--model", str(folder), "--prompt", "ab", "--dtype", "bfloat16")
+    code, out, notes = invoke(
+        "--model", str(folder), "--prompt", "ab", "--dtype", "bfloat16"
+    )
     assert code == 0, notes
     text = out[:-1]
     assert "tokenizer │ tokenizer.json │ tokenizers is installed" in notes
@@ -100,7 +116,9 @@ def test_text_recommended_sampling_and_stop_tokens(folder: pathlib.Path, tokeniz
 
 def test_a_published_sixteen_bit_dtype_is_widened_on_a_cpu(folder: pathlib.Path):
     path = folder / "config.json"
-    path.write_text(path.read_text().replace('"dtype": "float32"', '"dtype": "bfloat16"'))
+    path.write_text(
+        path.read_text().replace('"dtype": "float32"', '"dtype": "bfloat16"')
+    )
     plan = published.Plan()
     assert plan.add_dtype(None, published.read_config(folder)) == "float32"
     assert plan.rows == [
@@ -129,9 +147,21 @@ def test_a_published_sixteen_bit_dtype_is_widened_on_a_cpu(folder: pathlib.Path)
             {"--implementation": "pallas"},
             '--implementation: implementation="pallas" cannot take this call: K = 16',
         ),
-        ({"tokenizer.json": "{}"}, {"--prompt": "a"}, "needs tokenizers: pip install tokenizers"),
-        ({"vocab.json": "{}"}, {"--prompt": "a"}, "needs transformers: pip install transformers"),
-        ({"generation_config.json": "[]"}, {}, "generation_config.json must hold a JSON object"),
+        (
+            {"tokenizer.json": "{}"},
+            {"--prompt": "a"},
+            "needs tokenizers: pip install tokenizers",
+        ),
+        (
+            {"vocab.json": "{}"},
+            {"--prompt": "a"},
+            "needs transformers: pip install transformers",
+        ),
+        (
+            {"generation_config.json": "[]"},
+            {},
+            "generation_config.json must hold a JSON object",
+        ),
         (
             {"generation_config.json": '{"eos_token_id": "x"}'},
             {},
@@ -145,7 +175,11 @@ def test_a_published_sixteen_bit_dtype_is_widened_on_a_cpu(folder: pathlib.Path)
     ],
 )
 def test_what_cannot_be_is_said(
-    folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch, files: dict, arguments: dict, said: str
+    folder: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+    files: dict,
+    arguments: dict,
+    said: str,
 ):
     for package in ("tokenizers", "transformers"):
         monkeypatch.setitem(sys.modules, package, None)

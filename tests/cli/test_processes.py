@@ -45,7 +45,9 @@ demo.run("gdn", {STEPS}, pathlib.Path(out), "xla", settings.seed, console, setti
 """
 
 
-def start(port: int, number: int, out: pathlib.Path, shape: str, dies="", seed=0, devices=4):
+def start(
+    port: int, number: int, out: pathlib.Path, shape: str, dies="", seed=0, devices=4
+):
     flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
     options = [str(port), str(number), str(out), shape, dies, str(seed)]
     return subprocess.Popen(
@@ -74,11 +76,15 @@ def ended(*processes: subprocess.Popen) -> list[tuple[int, str]]:
 
 
 def curve(out: pathlib.Path, name: str) -> list[float]:
-    return json.loads((out / name / str(STEPS) / "curves" / "metadata").read_text())["bits"]
+    return json.loads((out / name / str(STEPS) / "curves" / "metadata").read_text())[
+        "bits"
+    ]
 
 
 @pytest.mark.slow
-def test_two_processes_one_of_which_is_killed_go_on_under_another_mesh(tmp_path: pathlib.Path):
+def test_two_processes_one_of_which_is_killed_go_on_under_another_mesh(
+    tmp_path: pathlib.Path,
+):
     """The loss is that of one process with one device, which nobody interrupted.
 
     Not its bits: sums over devices are ordered differently, which changes the last bits of
@@ -115,16 +121,26 @@ def test_two_processes_one_of_which_is_killed_go_on_under_another_mesh(tmp_path:
     ((code, printed),) = ended(start(0, 0, whole, "", devices=1))
     assert code == 0, printed
     for name in ("text", "recall"):
-        np.testing.assert_allclose(curve(out, name), curve(whole, name), rtol=0, atol=1e-4)
+        np.testing.assert_allclose(
+            curve(out, name), curve(whole, name), rtol=0, atol=1e-4
+        )
 
 
 @pytest.mark.slow
 def test_processes_of_different_options_are_refused(tmp_path: pathlib.Path):
     port = free_port()
-    both = ended(*(start(port, i, tmp_path / "out", "data=4,sequence=2", seed=i) for i in range(2)))
+    both = ended(
+        *(
+            start(port, i, tmp_path / "out", "data=4,sequence=2", seed=i)
+            for i in range(2)
+        )
+    )
     for code, output in both:
         assert code != 0
-        assert "all processes must have the same options, got other ones in processes [1]" in output
+        assert (
+            "all processes must have the same options, got other ones in processes [1]"
+            in output
+        )
     assert not (tmp_path / "out").exists()
 
 

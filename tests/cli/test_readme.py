@@ -6,7 +6,9 @@ import re
 import pytest
 
 README = pathlib.Path(__file__).parents[2] / "README.md"
-EXAMPLES = re.findall(r"^```python\n(.*?)^```", README.read_text(), flags=re.DOTALL | re.MULTILINE)
+EXAMPLES = re.findall(
+    r"^```python\n(.*?)^```", README.read_text(), flags=re.DOTALL | re.MULTILINE
+)
 
 SHAPES: list[dict[str, tuple[int, ...]]] = [
     {"out": (2, 1000, 4, 64), "next_out": (2, 1, 4, 64), "state": (2, 4, 64, 64)},

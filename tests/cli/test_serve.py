@@ -19,7 +19,9 @@ def test_requests_are_served_shown_and_drawn(tmp_path: pathlib.Path):
     for served in results.values():
         assert [len(request.tokens) for request in served.requests] == lengths
         assert served.tokens == sum(lengths)
-        assert 0 < serve.waits(served).min() <= serve.waits(served).max() <= served.seconds
+        assert (
+            0 < serve.waits(served).min() <= serve.waits(served).max() <= served.seconds
+        )
         assert serve.gaps(served).min() > 0
     printed = console.file.getvalue()
     assert "5 requests, each with the tokens that it gets alone" in printed

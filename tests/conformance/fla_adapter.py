@@ -68,8 +68,12 @@ def arguments(named: dict[str, Any]) -> Arguments:
     named = dict(named)
     if "transpose_state_layout" in named:  # the old name of `state_v_first`
         if named.get("state_v_first") is not None:
-            raise ValueError("transpose_state_layout and state_v_first are one argument")
-        warnings.warn("transpose_state_layout is state_v_first", DeprecationWarning, stacklevel=3)
+            raise ValueError(
+                "transpose_state_layout and state_v_first are one argument"
+            )
+        warnings.warn(
+            "transpose_state_layout is state_v_first", DeprecationWarning, stacklevel=3
+        )
         named["state_v_first"] = named.pop("transpose_state_layout")
     known = {field.name for field in dataclasses.fields(Arguments)}
     if unknown := sorted(named.keys() - known):
@@ -103,7 +107,9 @@ class _Differentiable(torch.autograd.Function):
         return to_torch(output), None if final is None else to_torch(final)
 
     @staticmethod
-    def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def backward(
+        ctx: Any, *cotangents: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
         arrays = tuple(None if x is None else to_jax(x) for x in cotangents)
         (found,) = ctx.adjoint(arrays)
         gradients = [

@@ -15,7 +15,9 @@ import pytest
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--record", type=pathlib.Path, required=True, help="JSON to write")
-    parser.addoption("--implementation", choices=("pallas", "xla"), help="what jfla chooses")
+    parser.addoption(
+        "--implementation", choices=("pallas", "xla"), help="what jfla chooses"
+    )
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -34,7 +36,9 @@ def pytest_configure(config: pytest.Config) -> None:
     adapter = importlib.import_module("fla_adapter")
     modules = {name: importlib.import_module(name) for name in adapter.OPS}
     adapter.install(modules, config.getoption("implementation"))
-    if not hasattr(config, "workerinput"):  # workers send their reports to the first process
+    if not hasattr(
+        config, "workerinput"
+    ):  # workers send their reports to the first process
         config.pluginmanager.register(Recorder(config.getoption("record")))
 
 
@@ -81,7 +85,12 @@ class Recorder:
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
-            failed = {"outcome": "failed", "reason": _error(report), "seconds": 0.0, "calls": []}
+            failed = {
+                "outcome": "failed",
+                "reason": _error(report),
+                "seconds": 0.0,
+                "calls": [],
+            }
             self._cases[report.nodeid] = failed
 
     def pytest_sessionfinish(self) -> None:
@@ -100,5 +109,9 @@ def _error(report: pytest.TestReport | pytest.CollectReport) -> str:
 
 
 def _skip_reason(report: pytest.TestReport) -> str:
-    text = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+    text = (
+        report.longrepr[2]
+        if isinstance(report.longrepr, tuple)
+        else str(report.longrepr)
+    )
     return text.removeprefix("Skipped: ")

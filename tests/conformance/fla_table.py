@@ -117,7 +117,9 @@ def markdown(head: dict[str, str], found: list[Case]) -> str:
     ):
         chosen = [case for case in found if case.outcome == outcome]
         if chosen:
-            parts.append(f"**{title}**\n\n{_reasons(chosen, whole=outcome == 'failed')}")
+            parts.append(
+                f"**{title}**\n\n{_reasons(chosen, whole=outcome == 'failed')}"
+            )
     if why := _why_xla(found):
         parts.append(f'**Why "xla"**\n\n{why}')
     return "\n\n".join(parts) + "\n"
@@ -136,18 +138,31 @@ def _by_test(found: list[Case]) -> str:
     rows = []
     for test, group in tests.items():
         outcomes = collections.Counter(case.outcome for case in group)
-        calls = collections.Counter(call.implementation for case in group for call in case.calls)
+        calls = collections.Counter(
+            call.implementation for case in group for call in case.calls
+        )
         other = len(group) - outcomes["passed"] - outcomes["failed"]
         seconds = sum(case.seconds for case in group)
         counts = (len(group), outcomes["passed"], outcomes["failed"], other)
         rows.append((test, *counts, calls["pallas"], calls["xla"], f"{seconds:.1f}"))
-    header = ("test", "cases", "passed", "failed", "other", 'calls of "pallas"', 'of "xla"', "s")
+    header = (
+        "test",
+        "cases",
+        "passed",
+        "failed",
+        "other",
+        'calls of "pallas"',
+        'of "xla"',
+        "s",
+    )
     return _table(header, rows)
 
 
 def _reasons(chosen: list[Case], whole: bool) -> str:
     """By test and reason; with `whole`, by case."""
-    count = collections.Counter((case.id if whole else case.test, case.reason) for case in chosen)
+    count = collections.Counter(
+        (case.id if whole else case.test, case.reason) for case in chosen
+    )
     rows = [(name, number, reason) for (name, reason), number in count.items()]
     return _table(("case" if whole else "test", "cases", "reason"), rows)
 

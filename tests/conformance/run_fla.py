@@ -31,18 +31,23 @@ def environment(checkout: pathlib.Path) -> dict[str, str]:
     folders = [checkout, HERE, HERE.parents[1]]
     old = os.environ.get("PYTHONPATH")
     paths = [str(folder) for folder in folders] + ([old] if old else [])
-    return os.environ | {
-        "PYTHONPATH": os.pathsep.join(paths),
-        "PYTHONDONTWRITEBYTECODE": "1",  # the checkout stays as it is
-        "FLA_DISABLE_BACKEND_DISPATCH": "1",  # else FLA skips its cases with grouped heads
-        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # PyTorch needs its part of the GPU's memory
-    }
+    return (
+        os.environ
+        | {
+            "PYTHONPATH": os.pathsep.join(paths),
+            "PYTHONDONTWRITEBYTECODE": "1",  # the checkout stays as it is
+            "FLA_DISABLE_BACKEND_DISPATCH": "1",  # else FLA skips its cases with grouped heads
+            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # PyTorch needs its part of the GPU's memory
+        }
+    )
 
 
 def commit(folder: pathlib.Path) -> str:
     """The commit that is checked out, "+" behind it where files were changed."""
     git = ["git", "-C", str(folder)]
-    head = subprocess.run([*git, "rev-parse", "--short=10", "HEAD"], capture_output=True, text=True)
+    head = subprocess.run(
+        [*git, "rev-parse", "--short=10", "HEAD"], capture_output=True, text=True
+    )
     if head.returncode:
         return "no git repository"
     changed = subprocess.run([*git, "diff", "--quiet", "HEAD"], check=False).returncode
@@ -54,7 +59,9 @@ def described(arguments: argparse.Namespace, rest: list[str]) -> dict[str, str]:
     import jax
 
     packages = ("jax", "torch", "triton")
-    versions = [f"{package} {importlib.metadata.version(package)}" for package in packages]
+    versions = [
+        f"{package} {importlib.metadata.version(package)}" for package in packages
+    ]
     return {
         "Flash Linear Attention": commit(arguments.checkout),
         "jfla": commit(HERE),
@@ -71,22 +78,39 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("checkout", type=pathlib.Path)
-    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("fla-conformance"))
-    parser.add_argument("--implementation", choices=("pallas", "xla"), help="what jfla chooses")
+    parser.add_argument(
+        "--out", type=pathlib.Path, default=pathlib.Path("fla-conformance")
+    )
+    parser.add_argument(
+        "--implementation", choices=("pallas", "xla"), help="what jfla chooses"
+    )
     arguments, rest = parser.parse_known_args()
     files = [arguments.checkout.resolve() / name for name in TESTS]
     if missing := [str(path) for path in files if not path.is_file()]:
-        parser.error(f"checkout must have {' and '.join(TESTS)}, there is no {', '.join(missing)}")
+        parser.error(
+            f"checkout must have {' and '.join(TESTS)}, there is no {', '.join(missing)}"
+        )
     with tempfile.TemporaryDirectory() as folder:
         record = pathlib.Path(folder, "record.json")
-        options = ["-p", "fla_plugin", "-p", "no:cacheprovider", "--record", str(record)]
+        options = [
+            "-p",
+            "fla_plugin",
+            "-p",
+            "no:cacheprovider",
+            "--record",
+            str(record),
+        ]
         options += ["-o", "log_cli=false", "-q"]
         if arguments.implementation:
             options += ["--implementation", arguments.implementation]
         command = [sys.executable, "-m", "pytest", *options, *rest, *map(str, files)]
-        done = subprocess.run(command, env=environment(arguments.checkout.resolve()), check=False)
+        done = subprocess.run(
+            command, env=environment(arguments.checkout.resolve()), check=False
+        )
         if not record.exists():
-            sys.stderr.write("error: pytest wrote no record; what it said stands above\n")
+            sys.stderr.write(
+                "error: pytest wrote no record; what it said stands above\n"
+            )
             return done.returncode or 1
         found = fla_table.cases(json.loads(record.read_text()))
     head = described(arguments, rest)

@@ -27,7 +27,9 @@ def test_a_run_with_everything_in_it():
         CHUNK: entry("passed", KERNEL, PORTABLE),
         PACKED: entry("passed", KERNEL),
         GATE: entry("skipped", reason=NOT_SUPPORTED + "a kernel of the gate"),
-        "tests/ops/test_gdn.py::test_chunk[NPU]": entry("skipped", reason="needs an NPU"),
+        "tests/ops/test_gdn.py::test_chunk[NPU]": entry(
+            "skipped", reason="needs an NPU"
+        ),
         "tests/ops/test_gdn.py::test_chunk[B2]": entry("passed"),
     }
     found = fla_table.cases(record)
@@ -92,7 +94,8 @@ def test_what_is_left_out_is_no_more_than_is_said(nodeid: str, ours: bool):
 
 def test_test_of_takes_brackets_in_parameters():
     assert (
-        Case(PACKED, "passed", "", 0.0, (Call(*KERNEL),)).test == "test_kda.py::test_chunk_varlen"
+        Case(PACKED, "passed", "", 0.0, (Call(*KERNEL),)).test
+        == "test_kda.py::test_chunk_varlen"
     )
 
 
@@ -104,7 +107,9 @@ def test_the_command_says_what_a_checkout_lacks(tmp_path):
     assert "test_gdn.py" in done.stderr
 
 
-def test_the_environment_has_the_checkout_before_what_is_installed(tmp_path, monkeypatch):
+def test_the_environment_has_the_checkout_before_what_is_installed(
+    tmp_path, monkeypatch
+):
     monkeypatch.setenv("PYTHONPATH", "/elsewhere")
     environment = run_fla.environment(tmp_path)
     paths = environment["PYTHONPATH"].split(os.pathsep)
@@ -133,4 +138,6 @@ def test_a_run_that_ended_early_is_no_success(status, returned, tmp_path, monkey
     assert run_fla.main() == returned
     assert "1 cases: 1 passed." in (out / "table.md").read_text()
     assert ("not all cases" in (out / "table.md").read_text()) == (status != 0)
-    assert json.loads((out / "cases.json").read_text())["cases"][0]["outcome"] == "passed"
+    assert (
+        json.loads((out / "cases.json").read_text())["cases"][0]["outcome"] == "passed"
+    )

@@ -17,15 +17,27 @@ ATTENTION = (jfla.nn.CausalAttention, jfla.nn.LatentAttention)
 def make(name):
     sizes = {"hidden_size": DIM, "num_heads": 2}
     if name == "attention":
-        options = {"qk_norm": "head", "output_gate": True, "head_dim": 16, "rotary_dims": 6}
-        return jfla.nn.CausalAttention(**sizes, num_kv_heads=1, **options, rngs=nnx.Rngs(0))
+        options = {
+            "qk_norm": "head",
+            "output_gate": True,
+            "head_dim": 16,
+            "rotary_dims": 6,
+        }
+        return jfla.nn.CausalAttention(
+            **sizes, num_kv_heads=1, **options, rngs=nnx.Rngs(0)
+        )
     if name == "latent":
         parts = {"latent_dim": 10, "key_dim": 8, "shared_dim": 4, "value_dim": 14}
         return jfla.nn.LatentAttention(**sizes, **parts, rngs=nnx.Rngs(0))
     cls = jfla.nn.KimiDeltaAttention if name == "kda" else jfla.nn.GatedDeltaNet
     options = {"lower_bound": -4.0} if name == "kda" else {"allow_neg_eigval": True}
     return cls(
-        **sizes, head_dim=16, num_value_heads=4, value_head_dim=8, **options, rngs=nnx.Rngs(0)
+        **sizes,
+        head_dim=16,
+        num_value_heads=4,
+        value_head_dim=8,
+        **options,
+        rngs=nnx.Rngs(0),
     )
 
 
@@ -45,7 +57,9 @@ def with_cache(layer, x, cache, segment_ids=None):
 
 
 def new_cache(layer, batch):
-    return layer.init_cache(batch, *([3 * TIME] if isinstance(layer, ATTENTION) else []))
+    return layer.init_cache(
+        batch, *([3 * TIME] if isinstance(layer, ATTENTION) else [])
+    )
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +123,9 @@ def test_packed_prompts_go_on_from_each_rows_last_token(layer, x, alone):
         assert rms_error(y[:, 0], expected[last + step]) < TOLERANCE
 
 
-def test_a_packed_call_goes_on_with_the_first_sequence_and_leaves_with_the_last(layer, x, alone):
+def test_a_packed_call_goes_on_with_the_first_sequence_and_leaves_with_the_last(
+    layer, x, alone
+):
     expected = np.asarray(alone[0])
     _, cache = with_cache(layer, jnp.stack([x[0, :5]] * 2), new_cache(layer, 2))
     # Row 0 goes on for 3 tokens and starts anew twice, whatever its ids are called; row 1 gets nothing but padding.
@@ -142,8 +158,14 @@ def test_the_cache_is_a_pytree_of_the_documented_shapes():
     cache = layer.init_cache(3)
     assert cache.state.shape == (3, 4, 16, 8)
     assert cache.state.dtype == jnp.float32
-    assert [tail.shape for tail in cache.tails] == [(3, 3, 2, 16), (3, 3, 2, 16), (3, 3, 4, 8)]
-    assert jax.tree.structure(jax.tree.map(lambda a: a + 1, cache)) == jax.tree.structure(cache)
+    assert [tail.shape for tail in cache.tails] == [
+        (3, 3, 2, 16),
+        (3, 3, 2, 16),
+        (3, 3, 4, 8),
+    ]
+    assert jax.tree.structure(
+        jax.tree.map(lambda a: a + 1, cache)
+    ) == jax.tree.structure(cache)
 
 
 def test_an_attention_cache_that_is_full_says_so():

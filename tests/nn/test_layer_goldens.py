@@ -50,7 +50,9 @@ def test_cached_run_is_the_peers(golden):
     assert cache.state.shape == state.shape
     assert goldens.rms_error(cache.state, state) <= tolerance["decode"]
     # The peers keep as many inputs as the kernel is long; the oldest of them is never read again.
-    tails = jnp.concatenate([tail.reshape(*tail.shape[:2], -1) for tail in cache.tails], axis=-1)
+    tails = jnp.concatenate(
+        [tail.reshape(*tail.shape[:2], -1) for tail in cache.tails], axis=-1
+    )
     assert (
         goldens.rms_error(tails, arrays["decode/conv_state"][:, :, 1:].swapaxes(1, 2))
         <= tolerance["conv_state"]

@@ -76,12 +76,16 @@ def softplus(x):
 
 def streams(family, w, x):
     """(q, k, v before their convolutions [T, D], decay input, beta logits, output gate, convolutions [D, W])."""
-    projected = {name: x @ w[name].T for name in w if w[name].ndim == 2 and w[name].shape[1] == D}
+    projected = {
+        name: x @ w[name].T for name in w if w[name].ndim == 2 and w[name].shape[1] == D
+    }
     if family == "qwen3_next":
         # The published reading: per key head q, k, then the value rows and gate rows of its value heads.
         qkvz = projected["in_proj_qkvz.weight"].reshape(len(x), H, 2 * K + 2 * R * V)
         q, k, v, z = np.split(qkvz, [K, 2 * K, 2 * K + R * V], axis=-1)
-        b, a = np.split(projected["in_proj_ba.weight"].reshape(len(x), H, 2 * R), 2, axis=-1)
+        b, a = np.split(
+            projected["in_proj_ba.weight"].reshape(len(x), H, 2 * R), 2, axis=-1
+        )
         v, z, b, a = (
             v.reshape(-1, HV, V),
             z.reshape(-1, HV, V),
@@ -171,7 +175,9 @@ def test_kimi_linear_convolutions_and_gates_in_every_place(packed, inside, tmp_p
             [renamed.pop(f"{x}_conv1d.weight") for x in "qkv"]
         )
     other = golden_layers.make("kimi_linear", CONFIG, seed=1)
-    load_mixer(other, golden_layers.write(renamed, tmp_path / "b.safetensors"), "kimi_linear")
+    load_mixer(
+        other, golden_layers.write(renamed, tmp_path / "b.safetensors"), "kimi_linear"
+    )
     assert_same(layer, other)
 
 
@@ -179,7 +185,9 @@ def test_layers_of_a_whole_checkpoint_in_shards(tmp_path):
     layers = {number: random_weights("qwen3_next") for number in (0, 2)}
     layers[2]["A_log"] = layers[2]["A_log"] + 1
     prefixes = {number: f"model.layers.{number}.linear_attn." for number in layers}
-    tensors = {prefixes[n] + name: x for n, w in layers.items() for name, x in w.items()}
+    tensors = {
+        prefixes[n] + name: x for n, w in layers.items() for name, x in w.items()
+    }
     tensors |= {
         "model.embed_tokens.weight": np.zeros((5, D), np.float32),
         "lm_head.weight": np.zeros((5, D), np.float32),
@@ -189,15 +197,29 @@ def test_layers_of_a_whole_checkpoint_in_shards(tmp_path):
     shards = {f"model-0000{i + 1}-of-00002.safetensors": names[i::2] for i in range(2)}
     for shard, inside in shards.items():
         save_file({name: tensors[name] for name in inside}, tmp_path / shard)
-    index = {"weight_map": {name: shard for shard, inside in shards.items() for name in inside}}
+    index = {
+        "weight_map": {
+            name: shard for shard, inside in shards.items() for name in inside
+        }
+    }
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
 
     alone = golden_layers.make("qwen3_next", CONFIG)
-    load_mixer(alone, golden_layers.write(layers[2], tmp_path / "alone.safetensors"), "qwen3_next")
-    by_number, by_prefix = (golden_layers.make("qwen3_next", CONFIG, seed=seed) for seed in (1, 2))
+    load_mixer(
+        alone,
+        golden_layers.write(layers[2], tmp_path / "alone.safetensors"),
+        "qwen3_next",
+    )
+    by_number, by_prefix = (
+        golden_layers.make("qwen3_next", CONFIG, seed=seed) for seed in (1, 2)
+    )
     assert_same(alone, load_mixer(by_number, tmp_path, "qwen3_next", layer=2))
-    assert_same(alone, load_mixer(by_prefix, tmp_path, "qwen3_next", prefix=prefixes[2]))
-    with pytest.raises(ValueError, match=r"layer=1 must have one linear_attn in .*, got none"):
+    assert_same(
+        alone, load_mixer(by_prefix, tmp_path, "qwen3_next", prefix=prefixes[2])
+    )
+    with pytest.raises(
+        ValueError, match=r"layer=1 must have one linear_attn in .*, got none"
+    ):
         load_mixer(by_number, tmp_path, "qwen3_next", layer=1)
     (tmp_path / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match="model-00002-of-00002"):
@@ -229,8 +251,12 @@ def test_one_error_lists_every_problem_and_leaves_the_layer_alone(tmp_path):
 
 
 def test_a_parameter_without_a_tensor_is_missing(tmp_path):
-    path = golden_layers.write(random_weights("kimi_linear"), tmp_path / "w.safetensors")
-    with pytest.raises(ValueError, match=r"missing: a tensor for the parameter g_b_proj\.bias"):
+    path = golden_layers.write(
+        random_weights("kimi_linear"), tmp_path / "w.safetensors"
+    )
+    with pytest.raises(
+        ValueError, match=r"missing: a tensor for the parameter g_b_proj\.bias"
+    ):
         load_mixer(golden_layers.make("fla_kda", CONFIG), path, "kimi_linear")
 
 
@@ -310,7 +336,9 @@ def tiny(op, **changes):
 
 
 @pytest.mark.parametrize(
-    "config", [tiny("kda", lower_bound=-5.0), tiny("gdn", tie_embeddings=True)], ids=["kda", "gdn"]
+    "config",
+    [tiny("kda", lower_bound=-5.0), tiny("gdn", tie_embeddings=True)],
+    ids=["kda", "gdn"],
 )
 def test_a_model_comes_back_as_it_was(config, tmp_path):
     model = jfla.nn.DeltaLM(config, rngs=nnx.Rngs(3))
@@ -321,14 +349,19 @@ def test_a_model_comes_back_as_it_was(config, tmp_path):
         for name, shape in SHAPES[f"fla_{config.op}"].items()
     }
     assert {
-        name: x.shape for name, x in names.items() if name.startswith("model.layers.0.attn.")
+        name: x.shape
+        for name, x in names.items()
+        if name.startswith("model.layers.0.attn.")
     } == mixer
     others = {"model.embeddings.weight": (11, D), "model.norm.weight": (D,)}
     others |= {} if config.tie_embeddings else {"lm_head.weight": (11, D)}
     for layer in range(2):
-        others |= {f"model.layers.{layer}.{norm}_norm.weight": (D,) for norm in ("attn", "mlp")}
         others |= {
-            f"model.layers.{layer}.mlp.{name}_proj.weight": (40, D) for name in ("gate", "up")
+            f"model.layers.{layer}.{norm}_norm.weight": (D,) for norm in ("attn", "mlp")
+        }
+        others |= {
+            f"model.layers.{layer}.mlp.{name}_proj.weight": (40, D)
+            for name in ("gate", "up")
         }
         others[f"model.layers.{layer}.mlp.down_proj.weight"] = (D, 40)
     others |= {f"model.layers.1.attn.{x}_proj.weight": (D, D) for x in "qo"}
@@ -341,7 +374,9 @@ def test_a_model_comes_back_as_it_was(config, tmp_path):
 def test_a_layer_without_output_gate_bias_is_saved_with_zeros(tmp_path):
     layer = golden_layers.make("kimi_linear", CONFIG)
     jfla.nn.save_fla(layer, tmp_path)
-    same = load_mixer(golden_layers.make("fla_kda", CONFIG, seed=1), tmp_path, "fla_kda")
+    same = load_mixer(
+        golden_layers.make("fla_kda", CONFIG, seed=1), tmp_path, "fla_kda"
+    )
     x, cache = jnp.ones((1, 3, D)), layer.init_cache(1)
     np.testing.assert_array_equal(layer(x, cache=cache)[0], same(x, cache=cache)[0])
 
@@ -358,7 +393,8 @@ def test_settings_without_a_part_are_all_named(tmp_path):
         jfla.nn.load_hf(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     with pytest.raises(
-        ValueError, match=r"model_type must be one of kda, gated_deltanet, .*got 'llama'"
+        ValueError,
+        match=r"model_type must be one of kda, gated_deltanet, .*got 'llama'",
     ):
         jfla.nn.load_hf(tmp_path)
 

@@ -22,7 +22,9 @@ def test_of_latent_attention_and_experts():
     experts = jfla.nn.MoEOptions(
         num_experts=4, experts_per_token=2, intermediate_size=16, shared_size=24
     )
-    latent = LatentSpec(num_heads=2, latent_dim=16, key_dim=16, shared_dim=8, value_dim=16)
+    latent = LatentSpec(
+        num_heads=2, latent_dim=16, key_dim=16, shared_dim=8, value_dim=16
+    )
     layers = (LayerSpec(mixer=latent, mlp=experts),)
     config = jfla.nn.ModelConfig(vocab_size=32, hidden_size=32, layers=layers)
     model = jfla.nn.DeltaLM(config, rngs=nnx.Rngs(0))
@@ -36,12 +38,16 @@ def test_of_latent_attention_and_experts():
     assert not any("router" in path for path in trained)
     for path in (("mixer", "k_proj"), ("mlp", "shared", "gate_proj")):
         assert ("blocks", 0, *path, "lora", "lora_a") in trained
-    moved = jax.tree.map(lambda x: jnp.cos(jnp.arange(x.size).reshape(x.shape)) / 10, state)
+    moved = jax.tree.map(
+        lambda x: jnp.cos(jnp.arange(x.size).reshape(x.shape)) / 10, state
+    )
     nnx.update(model, moved)
     with_updates = logits_of(model)
     assert rms_error(with_updates, before) > 1e-2
     # Latent attention reads its kernels themselves where it has a cache.
-    cached, _ = nnx.jit(lambda model: model(TOKENS, cache=model.init_cache(2, 24)))(model)
+    cached, _ = nnx.jit(lambda model: model(TOKENS, cache=model.init_cache(2, 24)))(
+        model
+    )
     assert rms_error(cached, with_updates) < 1e-5
     jfla.nn.merge_lora(model)
     assert {path for path, _ in nnx.to_flat_state(nnx.state(model))} == names

@@ -59,13 +59,16 @@ def test_one_step_is_that_of_one_device():
         assert kernel.sharding.spec == P(None, "model", None)
         assert kernel.addressable_shards[0].data.shape == (32, 2, 8)
         rows = [
-            jax.device_put(x, jax.NamedSharding(devices, P("data"))) for x in (tokens, segment_ids)
+            jax.device_put(x, jax.NamedSharding(devices, P("data")))
+            for x in (tokens, segment_ids)
         ]
         program = step.lower(spread, spread_optimizer, *rows).compile()
         loss = program(spread, spread_optimizer, *rows)
 
     before = nnx.to_flat_state(nnx.state(make("gdn")[0], nnx.Param))
-    np.testing.assert_allclose(loss, step(model, optimizer, tokens, segment_ids), rtol=1e-6)
+    np.testing.assert_allclose(
+        loss, step(model, optimizer, tokens, segment_ids), rtol=1e-6
+    )
     after, got = (nnx.to_flat_state(nnx.state(m, nnx.Param)) for m in (model, spread))
     for (path, old), (_, new), (_, there) in zip(before, after, got):
         old, new, there = (np.asarray(x[...]) for x in (old, new, there))
@@ -95,7 +98,9 @@ def moved(compiled):
     kinds = "all-gather|all-to-all|collective-permute|reduce-scatter"
     return collections.Counter(
         (kind, tuple(map(int, shape.split(","))))
-        for shape, kind in re.findall(rf"= \w+\[([\d,]*)\]\S* ({kinds})(?:-start)?\(", compiled)
+        for shape, kind in re.findall(
+            rf"= \w+\[([\d,]*)\]\S* ({kinds})(?:-start)?\(", compiled
+        )
     )
 
 
@@ -109,7 +114,11 @@ def value_and_grads(model, tokens, segment_ids):
 @pytest.mark.parametrize(
     ("op", "shape", "lengths"),
     [
-        ("gdn", (2, 2, 2), (25, 10, 24, 5)),  # the second crosses the border; 5 of padding
+        (
+            "gdn",
+            (2, 2, 2),
+            (25, 10, 24, 5),
+        ),  # the second crosses the border; 5 of padding
         pytest.param("kda", (1, 4, 2), None, marks=pytest.mark.slow),
     ],
 )
@@ -154,7 +163,9 @@ def test_loss_and_gradients_of_one_device_with_time_split(op, shape, lengths):
         for (kind, shape), count in moved(program.as_text()).items()
     }
     expected = halos | maps | keys_and_values | next_tokens | of_ids
-    assert found == {(kind, tuple(sorted(shape))): n for (kind, shape), n in expected.items()}
+    assert found == {
+        (kind, tuple(sorted(shape))): n for (kind, shape), n in expected.items()
+    }
 
 
 @pytest.mark.slow
@@ -171,7 +182,9 @@ def test_prompts_with_time_split_go_on_as_on_one_device():
 
 def test_decoding_on_a_mesh():
     prompt = jax.random.randint(jax.random.key(1), (BATCH, 5), 0, VOCAB)
-    expected = make("kda")[0].generate(prompt, 3, key=jax.random.key(0), temperature=0.0)
+    expected = make("kda")[0].generate(
+        prompt, 3, key=jax.random.key(0), temperature=0.0
+    )
     with jax.set_mesh(mesh()), nnx.logical_axis_rules(RULES):
         spread = make("kda")[0]
         np.testing.assert_array_equal(
@@ -211,8 +224,12 @@ def test_arrays_over_explicit_axes_are_refused_and_whole_ones_taken():
     tokens, devices = jnp.zeros((2, 20), int), mesh(AxisType.Explicit)
     over_rows = jax.NamedSharding(devices, P("data"))
     x = jax.ShapeDtypeStruct((2, 20, 32), jnp.float32, sharding=over_rows)
-    loss = lambda state, tokens: jfla.nn.next_token_loss(nnx.merge(graph, state)(tokens), tokens)
-    layer = lambda number: lambda state, x: nnx.merge(graph, state).blocks[number].mixer(x)
+    loss = lambda state, tokens: jfla.nn.next_token_loss(
+        nnx.merge(graph, state)(tokens), tokens
+    )
+    layer = lambda number: (
+        lambda state, x: nnx.merge(graph, state).blocks[number].mixer(x)
+    )
     with jax.set_mesh(devices):
         assert jax.tree.map(
             jnp.shape, jax.eval_shape(jax.grad(loss), state, tokens)
@@ -223,5 +240,7 @@ def test_arrays_over_explicit_axes_are_refused_and_whole_ones_taken():
         ):
             jax.eval_shape(loss, state, jax.device_put(tokens, over_rows))
         for number in range(2):
-            with pytest.raises(ValueError, match=r"mesh axes of x must be AxisType\.Auto"):
+            with pytest.raises(
+                ValueError, match=r"mesh axes of x must be AxisType\.Auto"
+            ):
                 jax.eval_shape(layer(number), state, x)

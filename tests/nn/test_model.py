@@ -80,7 +80,9 @@ def greedy(model, prompt, length):
     buffer = np.zeros((len(prompt), TIME), np.int32)
     buffer[:, : prompt.shape[1]] = prompt
     for t in range(prompt.shape[1], prompt.shape[1] + length):
-        buffer[:, t] = np.argmax(logits_of(model, jnp.asarray(buffer))[:, t - 1], axis=-1)
+        buffer[:, t] = np.argmax(
+            logits_of(model, jnp.asarray(buffer))[:, t - 1], axis=-1
+        )
     return buffer[:, prompt.shape[1] : prompt.shape[1] + length]
 
 
@@ -91,7 +93,9 @@ def continued(model, tokens):
 
 def test_greedy_generation_is_that_of_full_passes(model, tokens, continued):
     prompt = tokens[:, :12]
-    np.testing.assert_array_equal(model.generate(prompt, 9, key=KEY, temperature=0.0), continued)
+    np.testing.assert_array_equal(
+        model.generate(prompt, 9, key=KEY, temperature=0.0), continued
+    )
     np.testing.assert_array_equal(
         model.generate(prompt, 9, key=KEY, temperature=2.0, top_k=1), continued
     )
@@ -99,25 +103,39 @@ def test_greedy_generation_is_that_of_full_passes(model, tokens, continued):
 
 def test_prompts_of_different_lengths(model, tokens, continued):
     # Row 0 is a whole prompt; row 1 the same with a piece of its own continuation; row 2 the first 3 tokens only.
-    rows = [tokens[0, :12], np.concatenate([tokens[0, :12], continued[0, :4]]), tokens[2, :3]]
+    rows = [
+        tokens[0, :12],
+        np.concatenate([tokens[0, :12], continued[0, :4]]),
+        tokens[2, :3],
+    ]
     prompt, ids = np.zeros((3, 16), np.int32), np.zeros((3, 16), np.int32)
     for row, given in enumerate(rows):
         prompt[row, : len(given)], ids[row, : len(given)] = given, 1
-    got = model.generate(prompt, 5, key=KEY, temperature=0.0, segment_ids=jnp.asarray(ids))
+    got = model.generate(
+        prompt, 5, key=KEY, temperature=0.0, segment_ids=jnp.asarray(ids)
+    )
     given = {"segment_ids": jnp.asarray(ids), "key": KEY, "temperature": 0.0}
-    np.testing.assert_array_equal(np.stack(list(model.stream(prompt, 5, **given)), axis=1), got)
+    np.testing.assert_array_equal(
+        np.stack(list(model.stream(prompt, 5, **given)), axis=1), got
+    )
     np.testing.assert_array_equal(got[0], continued[0, :5])
     np.testing.assert_array_equal(got[1], continued[0, 4:9])
-    np.testing.assert_array_equal(got[2], greedy(model, jnp.stack([tokens[2, :3]] * 3), 5)[2])
+    np.testing.assert_array_equal(
+        got[2], greedy(model, jnp.stack([tokens[2, :3]] * 3), 5)[2]
+    )
 
 
 def test_the_key_decides(model, tokens):
     prompt = tokens[:, :12]
-    run = lambda key: np.asarray(model.generate(prompt, 9, key=key, temperature=3.0, top_k=VOCAB))
+    run = lambda key: np.asarray(
+        model.generate(prompt, 9, key=key, temperature=3.0, top_k=VOCAB)
+    )
     first = run(KEY)
     np.testing.assert_array_equal(run(KEY), first)
     assert (run(jax.random.key(6)) != first).any()
-    assert len({tuple(column) for column in first.T}) > 1  # a key of its own for every step
+    assert (
+        len({tuple(column) for column in first.T}) > 1
+    )  # a key of its own for every step
     streamed = model.stream(prompt, 9, key=KEY, temperature=3.0, top_k=VOCAB)
     np.testing.assert_array_equal(np.stack(list(streamed), axis=1), first)
 
@@ -130,9 +148,13 @@ def test_sampling_follows_the_distribution():
     # Pearson's statistic with 18 degrees of freedom exceeds 42 once in a thousand keys.
     assert np.sum((counts - draws * wanted) ** 2 / (draws * wanted)) < 42
     best = np.argsort(wanted)[-3:]
-    counts = np.bincount(sample(jnp.broadcast_to(logits, (draws, VOCAB)), 3, KEY), minlength=VOCAB)
+    counts = np.bincount(
+        sample(jnp.broadcast_to(logits, (draws, VOCAB)), 3, KEY), minlength=VOCAB
+    )
     assert counts.sum() == counts[best].sum()
-    np.testing.assert_allclose(counts[best] / draws, wanted[best] / wanted[best].sum(), atol=0.05)
+    np.testing.assert_allclose(
+        counts[best] / draws, wanted[best] / wanted[best].sum(), atol=0.05
+    )
 
 
 @pytest.mark.parametrize("top_k", [None, 4])
@@ -142,7 +164,9 @@ def test_top_p_keeps_the_fewest_likely_tokens(top_k):
     assert set(np.asarray(draw(0.1))) == {1}
     assert set(np.asarray(draw(0.69))) == {1, 3}
     assert set(np.asarray(draw(0.75))) == {1, 3, 4}
-    assert set(np.asarray(draw(1.0))) == ({0, 1, 2, 3, 4} if top_k is None else {0, 1, 3, 4})
+    assert set(np.asarray(draw(1.0))) == (
+        {0, 1, 2, 3, 4} if top_k is None else {0, 1, 3, 4}
+    )
 
 
 def test_rows_stop_one_by_one(model, tokens, continued):
@@ -160,10 +184,13 @@ def test_rows_stop_one_by_one(model, tokens, continued):
     assert ended > 0
     # The stream ends with the row that stops last.
     streamed = np.stack(
-        list(model.stream(prompt, 9, key=KEY, temperature=0.0, stop_tokens=(stop,))), axis=1
+        list(model.stream(prompt, 9, key=KEY, temperature=0.0, stop_tokens=(stop,))),
+        axis=1,
     )
     np.testing.assert_array_equal(streamed, got[:, : streamed.shape[1]])
-    rows_going_on = [stop not in row[: streamed.shape[1] - 1] for row in np.asarray(got)]
+    rows_going_on = [
+        stop not in row[: streamed.shape[1] - 1] for row in np.asarray(got)
+    ]
     assert any(rows_going_on)
     # All rows stop at once: the loop does not begin.
     every = tuple(range(VOCAB))
@@ -181,7 +208,10 @@ def test_rows_stop_one_by_one(model, tokens, continued):
         ({"top_k": 20}, r"top_k must be None or in 1 \.\. 19, got 20"),
         ({"top_p": 0.0}, "top_p must be None or above 0 and at most 1, got 0.0"),
         ({"stop_tokens": (3, 19)}, r"stop_tokens must be in 0 \.\. 18, got \[19\]"),
-        ({"prompt": jnp.zeros((2, 0), int)}, r"prompt must be \[B, T\] with at least one token"),
+        (
+            {"prompt": jnp.zeros((2, 0), int)},
+            r"prompt must be \[B, T\] with at least one token",
+        ),
     ],
 )
 def test_bad_generation_arguments(model, arguments, message):
@@ -198,12 +228,18 @@ def test_bad_generation_arguments(model, arguments, message):
     [
         ({"op": "mamba"}, 'op must be "kda" or "gdn"'),
         ({"lower_bound": -5.0}, "lower_bound and output_gate_bias must be left out"),
-        ({"attention_layers": (3,)}, r"attention_layers must be in 0 \.\. 2, got \[3\]"),
+        (
+            {"attention_layers": (3,)},
+            r"attention_layers must be in 0 \.\. 2, got \[3\]",
+        ),
         (
             {"num_value_heads": 3, "num_heads": 2},
             "num_value_heads=3 must be a multiple of num_heads=2",
         ),
-        ({"op": "kda", "lower_bound": 1.0}, "lower_bound must be None or a number below 0"),
+        (
+            {"op": "kda", "lower_bound": 1.0},
+            "lower_bound must be None or a number below 0",
+        ),
         ({"head_dim": 0}, "head_dim must be at least 1, got 0"),
         ({"attention_heads": 5}, "must be num_heads=5 heads of even length"),
         (
@@ -233,7 +269,9 @@ def test_loss_counts_what_is_to_be_predicted():
     )
     np.testing.assert_allclose(got, expected, rtol=1e-6)
     assert (
-        jfla.nn.next_token_loss(jnp.asarray(logits), jnp.asarray(tokens), jnp.zeros((2, 6), int))
+        jfla.nn.next_token_loss(
+            jnp.asarray(logits), jnp.asarray(tokens), jnp.zeros((2, 6), int)
+        )
         == 0
     )
 
@@ -241,8 +279,12 @@ def test_loss_counts_what_is_to_be_predicted():
 def gradient(model, tokens):
     """Compiled as users do: without optimization the two programs round a little differently."""
     graph, state = nnx.split(model)
-    loss = lambda state: jfla.nn.next_token_loss(nnx.merge(graph, state)(tokens), tokens)
-    return jax.jit(jax.grad(loss), compiler_options={"xla_backend_optimization_level": 3})(state)
+    loss = lambda state: jfla.nn.next_token_loss(
+        nnx.merge(graph, state)(tokens), tokens
+    )
+    return jax.jit(
+        jax.grad(loss), compiler_options={"xla_backend_optimization_level": 3}
+    )(state)
 
 
 def test_every_parameter_learns_and_remat_changes_nothing(tokens):
@@ -252,13 +294,18 @@ def test_every_parameter_learns_and_remat_changes_nothing(tokens):
     policy = jax.checkpoint_policies.save_only_these_names("jfla_inverse")
     again = gradient(make(num_layers=2, tie_embeddings=False, remat=policy), tokens)
     for (path, a), (_, b) in zip(nnx.to_flat_state(plain), nnx.to_flat_state(again)):
-        np.testing.assert_allclose(a[...], b[...], rtol=1e-4, atol=1e-7, err_msg=str(path))
+        np.testing.assert_allclose(
+            a[...], b[...], rtol=1e-4, atol=1e-7, err_msg=str(path)
+        )
 
 
 def test_bfloat16_follows_float32(model, tokens):
     rough = make(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
     nnx.update(
-        rough, jax.tree.map(lambda a, b: a.astype(b.dtype), nnx.state(model), nnx.state(rough))
+        rough,
+        jax.tree.map(
+            lambda a, b: a.astype(b.dtype), nnx.state(model), nnx.state(rough)
+        ),
     )
     assert rough.blocks[0].mixer.q_proj.kernel.dtype == jnp.bfloat16
     assert rough.blocks[0].mixer.a_log.dtype == jnp.float32
@@ -268,10 +315,19 @@ def test_bfloat16_follows_float32(model, tokens):
     expected = np.asarray(logits_of(model, tokens))
     rounded = make()
     nnx.update(
-        rounded, jax.tree.map(lambda a, b: b.astype(a.dtype), nnx.state(rounded), nnx.state(rough))
+        rounded,
+        jax.tree.map(
+            lambda a, b: b.astype(a.dtype), nnx.state(rounded), nnx.state(rough)
+        ),
     )
-    assert rms_error(logits, expected) < 3 * rms_error(logits_of(rounded, tokens), expected) < 0.2
-    _, cache = jax.eval_shape(lambda: rough(tokens[:, :3], cache=rough.init_cache(3, 8)))
+    assert (
+        rms_error(logits, expected)
+        < 3 * rms_error(logits_of(rounded, tokens), expected)
+        < 0.2
+    )
+    _, cache = jax.eval_shape(
+        lambda: rough(tokens[:, :3], cache=rough.init_cache(3, 8))
+    )
     assert cache[0].state.dtype == jnp.float32
     assert cache[0].tails[0].dtype == cache[1].key.dtype == jnp.bfloat16
 
@@ -279,11 +335,14 @@ def test_bfloat16_follows_float32(model, tokens):
 def test_gradients_of_a_shared_row_are_added_up_in_float32(tokens):
     """In bfloat16 they are rounded at each addition, and added one at a time on a GPU."""
     graph, state = nnx.split(
-        make(num_layers=1, attention_layers=(), tie_embeddings=False, dtype=jnp.bfloat16)
+        make(
+            num_layers=1, attention_layers=(), tie_embeddings=False, dtype=jnp.bfloat16
+        )
     )
     loss = lambda state: nnx.merge(graph, state)(tokens).sum()
     found = re.findall(
-        rf"(\w+)\[{VOCAB},16\] = scatter-add", str(jax.make_jaxpr(jax.grad(loss))(state))
+        rf"(\w+)\[{VOCAB},16\] = scatter-add",
+        str(jax.make_jaxpr(jax.grad(loss))(state)),
     )
     assert found == ["f32"]
 
@@ -292,7 +351,9 @@ def test_gradients_of_a_shared_row_are_added_up_in_float32(tokens):
 @pytest.mark.parametrize("op", ["kda", "gdn"])
 def test_no_array_gains_axes_silently(op, packed, tokens):
     """Forward, backward and decoding trace where JAX refuses to add leading axes by itself."""
-    segment_ids = jnp.where(jnp.arange(TIME)[None] < jnp.array([[9], [20], [TIME]]), 1, 0)
+    segment_ids = jnp.where(
+        jnp.arange(TIME)[None] < jnp.array([[9], [20], [TIME]]), 1, 0
+    )
     segment_ids = segment_ids if packed else None
     bias = op == "kda"
     graph, state = nnx.split(make(op=op, num_layers=2, output_gate_bias=bias))
@@ -319,16 +380,25 @@ def test_no_array_gains_axes_silently(op, packed, tokens):
 @pytest.mark.parametrize("cls", [jfla.nn.KimiDeltaAttention, jfla.nn.GatedDeltaNet])
 def test_gates_start_as_published(cls):
     layer = cls(2, num_heads=512, head_dim=2, rngs=nnx.Rngs(0))
-    rate, step = np.exp(layer.a_log[...]), np.asarray(jax.nn.softplus(layer.dt_bias[...]))
+    rate, step = (
+        np.exp(layer.a_log[...]),
+        np.asarray(jax.nn.softplus(layer.dt_bias[...])),
+    )
     assert rate.min() >= 1
     assert rate.max() <= 16
-    np.testing.assert_allclose(rate.mean(), 8.5, rtol=0.05)  # uniform, so the mean is in the middle
+    np.testing.assert_allclose(
+        rate.mean(), 8.5, rtol=0.05
+    )  # uniform, so the mean is in the middle
     assert step.min() >= 0.999e-3
     assert step.max() <= 0.1001
-    np.testing.assert_allclose(np.log(step).mean(), np.log(1e-2), rtol=0.05)  # log-uniform
+    np.testing.assert_allclose(
+        np.log(step).mean(), np.log(1e-2), rtol=0.05
+    )  # log-uniform
     if cls is jfla.nn.KimiDeltaAttention:
         assert not np.asarray(
-            cls(2, num_heads=512, head_dim=2, lower_bound=-5.0, rngs=nnx.Rngs(0)).a_log[...]
+            cls(2, num_heads=512, head_dim=2, lower_bound=-5.0, rngs=nnx.Rngs(0)).a_log[
+                ...
+            ]
         ).any()
 
 
@@ -357,5 +427,7 @@ def test_the_implementation_reaches_the_op(monkeypatch):
 
 
 def test_the_ops_do_not_need_flax():
-    code = "import sys, jfla; assert not {'flax', 'optax', 'jfla.nn'} & set(sys.modules)"
+    code = (
+        "import sys, jfla; assert not {'flax', 'optax', 'jfla.nn'} & set(sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)

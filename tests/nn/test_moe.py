@@ -13,7 +13,11 @@ import jfla.nn
 
 D = 12
 OPTIONS = jfla.nn.MoEOptions(
-    num_experts=8, experts_per_token=3, intermediate_size=10, shared_size=6, shared_gate=True
+    num_experts=8,
+    experts_per_token=3,
+    intermediate_size=10,
+    shared_size=6,
+    shared_gate=True,
 )
 
 
@@ -35,7 +39,10 @@ def by_loop(layer, rows):
     for x, score in zip(rows, np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)):
         chosen = np.argsort(-score)[: layer.options.experts_per_token]
         weights = score[chosen] / score[chosen].sum()
-        y = sum(w * (silu(x @ gate[e]) * (x @ up[e])) @ down[e] for e, w in zip(chosen, weights))
+        y = sum(
+            w * (silu(x @ gate[e]) * (x @ up[e])) @ down[e]
+            for e, w in zip(chosen, weights)
+        )
         shared = layer.shared
         inner = silu(x @ matrix(shared.gate_proj)) * (x @ matrix(shared.up_proj))
         share = 1 / (1 + np.exp(-x @ matrix(layer.shared_gate)))
@@ -62,20 +69,26 @@ def test_every_parameter_learns_as_by_the_loop_of_few():
     many = gradient(layer, x)
     pairs = [gradient(layer, x[:, t : t + 2]) for t in range(0, 16, 2)]
     few = jax.tree.map(lambda *parts: sum(parts), *pairs)
-    for (path, a), (_, b) in zip(nnx.to_flat_state(many), nnx.to_flat_state(few), strict=True):
+    for (path, a), (_, b) in zip(
+        nnx.to_flat_state(many), nnx.to_flat_state(few), strict=True
+    ):
         assert jnp.any(a[...] != 0), path
         assert rms_error(a[...], np.asarray(b[...])) < 1e-5, path
 
 
 def test_a_bias_decides_who_is_chosen_but_not_how_much():
-    layer = make(score="sigmoid", correction_bias=True, renormalize=False, weight_scale=2.0)
+    layer = make(
+        score="sigmoid", correction_bias=True, renormalize=False, weight_scale=2.0
+    )
     rows = jax.random.normal(jax.random.key(2), (30, D))
     layer.correction[...] = jnp.zeros(8).at[5].set(10.0)
     experts, weights = layer.route(rows)
     assert (np.asarray(experts) == 5).any(axis=1).all()
     scores = jax.nn.sigmoid(layer.router(rows))
     np.testing.assert_allclose(
-        weights, 2 * np.take_along_axis(np.asarray(scores), np.asarray(experts), axis=1), rtol=1e-6
+        weights,
+        2 * np.take_along_axis(np.asarray(scores), np.asarray(experts), axis=1),
+        rtol=1e-6,
     )
 
 
@@ -109,8 +122,14 @@ def test_the_router_works_in_float32_beside_bfloat16():
         ({"score": "relu"}, 'score must be "softmax" or "sigmoid"'),
         ({"experts_per_token": 9}, r"experts_per_token must be in 1 \.\. 8, got 9"),
         ({"num_groups": 3}, "num_groups=3 must divide num_experts=8"),
-        ({"num_groups": 2, "groups_per_token": 3}, r"groups_per_token must be in 1 \.\. 2, got 3"),
-        ({"num_groups": 4, "groups_per_token": 1}, r"experts_per_token must be in 1 \.\. 2, got 3"),
+        (
+            {"num_groups": 2, "groups_per_token": 3},
+            r"groups_per_token must be in 1 \.\. 2, got 3",
+        ),
+        (
+            {"num_groups": 4, "groups_per_token": 1},
+            r"experts_per_token must be in 1 \.\. 2, got 3",
+        ),
     ],
 )
 def test_options_that_do_not_fit(changes, message):

@@ -24,7 +24,11 @@ INDEX = "model.safetensors.index.json"
 
 
 def tensors_of(folder):
-    return {name: x for file in folder.glob("*.safetensors") for name, x in load_file(file).items()}
+    return {
+        name: x
+        for file in folder.glob("*.safetensors")
+        for name, x in load_file(file).items()
+    }
 
 
 def settings_of(family):
@@ -63,11 +67,15 @@ def test_what_was_loaded_is_written_back(family, tmp_path):
     source = golden_models.FOLDER / family
     model = jfla.nn.load_hf(source)
     expected = {
-        name: x for name, x in tensors_of(source).items() if not beyond_the_text_model(name)
+        name: x
+        for name, x in tensors_of(source).items()
+        if not beyond_the_text_model(name)
     }
     (tmp_path / "model.safetensors").write_bytes(b"old")
     jfla.nn.save_hf(model, tmp_path, shard_bytes=300_000)
-    assert (tmp_path / "config.json").read_text() == (source / "config.json").read_text()
+    assert (tmp_path / "config.json").read_text() == (
+        source / "config.json"
+    ).read_text()
     shards = sorted(tmp_path.glob("*.safetensors"))
     assert [shard.name for shard in shards] == [
         f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))
@@ -80,7 +88,10 @@ def test_what_was_loaded_is_written_back(family, tmp_path):
     for shard in shards:
         shard.unlink()
     jfla.nn.save_hf(again, tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "config.json",
+        "model.safetensors",
+    ]
     assert_equal(tensors_of(tmp_path), expected)
 
 
@@ -94,16 +105,23 @@ def test_saving_over_the_folder_that_was_loaded(copy):
 
 def rounded(tensors, wide):
     """Tensors in bfloat16, those whose names end with one of `wide` in float32."""
-    return {name: x if name.endswith(wide) else x.astype(BF16) for name, x in tensors.items()}
+    return {
+        name: x if name.endswith(wide) else x.astype(BF16)
+        for name, x in tensors.items()
+    }
 
 
-@pytest.mark.parametrize("wide", [("A_log", "linear_attn.norm.weight"), (), ("up_proj.weight",)])
+@pytest.mark.parametrize(
+    "wide", [("A_log", "linear_attn.norm.weight"), (), ("up_proj.weight",)]
+)
 def test_dtypes_of_a_checkpoint(wide, tmp_path):
     settings = settings_of("qwen3_5")
     settings["text_config"]["dtype"] = "bfloat16"
     stored = rounded(tensors_of(golden_models.FOLDER / "qwen3_5"), wide)
     folder = write(tmp_path / "bf16", settings, stored)
-    expected = {name: x for name, x in stored.items() if not beyond_the_text_model(name)}
+    expected = {
+        name: x for name, x in stored.items() if not beyond_the_text_model(name)
+    }
 
     model = jfla.nn.load_hf(folder)
     block = model.blocks[0]
@@ -139,7 +157,9 @@ def test_dtypes_of_a_checkpoint(wide, tmp_path):
 
 def test_a_narrower_dtype_where_it_is_asked_for():
     folder = golden_models.FOLDER / "qwen3_next"
-    config = dataclasses.replace(jfla.nn.hf_config(folder), param_dtype=BF16, dtype=BF16)
+    config = dataclasses.replace(
+        jfla.nn.hf_config(folder), param_dtype=BF16, dtype=BF16
+    )
     model = jfla.nn.load_hf(folder, config)
     wide = {"a_log", "dt_bias"}
     for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):
@@ -148,10 +168,18 @@ def test_a_narrower_dtype_where_it_is_asked_for():
 
 @pytest.mark.parametrize(
     "family",
-    [pytest.param(family, marks=pytest.mark.slow) for family in ("kimi_linear", "qwen3_next")],
+    [
+        pytest.param(family, marks=pytest.mark.slow)
+        for family in ("kimi_linear", "qwen3_next")
+    ],
 )
 def test_weights_go_where_the_mesh_puts_them(family):
-    rules = (("batch", "data"), ("heads", "model"), ("mlp", "model"), ("vocab", "model"))
+    rules = (
+        ("batch", "data"),
+        ("heads", "model"),
+        ("mlp", "model"),
+        ("vocab", "model"),
+    )
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     folder = golden_models.FOLDER / family
     alone = jfla.nn.load_hf(folder)
@@ -163,7 +191,9 @@ def test_weights_go_where_the_mesh_puts_them(family):
         assert experts.sharding.spec == P(None, None, "model")
         assert experts.addressable_shards[0].data.shape == (8, 64, 12)
         assert model.embed.embedding[...].sharding.spec == P("model", None)
-        assert model.blocks[3].mixer.o_proj.kernel[...].sharding.spec == P("model", None, None)
+        assert model.blocks[3].mixer.o_proj.kernel[...].sharding.spec == P(
+            "model", None, None
+        )
         assert model.blocks[0].mixer.a_log[...].sharding.mesh == mesh
         got = run(model, tokens)
     np.testing.assert_allclose(got, run(alone, tokens), rtol=1e-4, atol=1e-4)
@@ -230,12 +260,17 @@ def test_every_wrong_tensor_is_in_one_error(copy):
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, BF16])
 def test_values_that_are_not_finite_are_named(dtype, copy):
     tensors = {name: x.astype(dtype) for name, x in tensors_of(copy).items()}
-    bad = ["model.language_model.norm.weight", "model.language_model.layers.3.mlp.up_proj.weight"]
+    bad = [
+        "model.language_model.norm.weight",
+        "model.language_model.layers.3.mlp.up_proj.weight",
+    ]
     tensors[bad[0]][-1] = np.nan
     tensors[bad[1]][5, 7] = -np.inf
     tensors["mtp.norm.weight"][:] = np.nan  # not of the text model
     write(copy, settings_of("qwen3_5"), tensors)
-    with pytest.raises(ValueError, match=r"2 tensors .* hold a NaN or an infinity") as error:
+    with pytest.raises(
+        ValueError, match=r"2 tensors .* hold a NaN or an infinity"
+    ) as error:
         jfla.nn.load_hf(copy)
     assert all(f"not finite: {name}\n" in f"{error.value}\n" for name in bad)
 
@@ -244,7 +279,13 @@ def test_damaged_files(copy):
     file = copy / "model.safetensors"
     whole = file.read_bytes()
     header = json.dumps(
-        {"model.norm.weight": {"dtype": "F32", "shape": [2**61], "data_offsets": [0, 2**63]}}
+        {
+            "model.norm.weight": {
+                "dtype": "F32",
+                "shape": [2**61],
+                "data_offsets": [0, 2**63],
+            }
+        }
     )
     damaged = {
         "truncated": whole[: len(whole) // 2],
@@ -256,7 +297,9 @@ def test_damaged_files(copy):
     }  # fmt: skip
     for content in damaged.values():
         file.write_bytes(content)
-        with pytest.raises(ValueError, match=r"model\.safetensors is not a whole safetensors file"):
+        with pytest.raises(
+            ValueError, match=r"model\.safetensors is not a whole safetensors file"
+        ):
             jfla.nn.load_hf(copy)
 
 
@@ -282,7 +325,9 @@ def test_an_index_leads_nowhere_else(name, copy):
         jfla.nn.load_hf(copy)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": []}', "[" * 100_000, "\xff"])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"weight_map": []}', "[" * 100_000, "\xff"]
+)
 def test_an_index_that_is_none(text, copy):
     (copy / INDEX).write_text(text, encoding="latin-1")
     with pytest.raises(ValueError, match=re.escape(INDEX)):
@@ -293,7 +338,9 @@ def test_the_same_tensor_in_two_shards(copy):
     shutil.copy(copy / "model.safetensors", copy / "other.safetensors")
     index = {"weight_map": {"a": "model.safetensors", "b": "other.safetensors"}}
     (copy / INDEX).write_text(json.dumps(index))
-    with pytest.raises(ValueError, match=r"holds tensors of another shard: .*in_proj_a"):
+    with pytest.raises(
+        ValueError, match=r"holds tensors of another shard: .*in_proj_a"
+    ):
         jfla.nn.load_hf(copy)
 
 
@@ -322,7 +369,9 @@ def test_every_wrong_setting_is_in_one_error(tmp_path):
     with pytest.raises(ValueError, match="settings of the settings cannot be") as error:
         jfla.nn.hf_config(settings)
     for name in (*changes, "kv_lora_rank", "linear_attn_config.num_heads"):
-        assert re.search(rf"^  {re.escape(name)} must be ", str(error.value), re.MULTILINE), name
+        assert re.search(
+            rf"^  {re.escape(name)} must be ", str(error.value), re.MULTILINE
+        ), name
 
 
 def test_settings_of_no_model(copy):

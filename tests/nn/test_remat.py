@@ -10,7 +10,9 @@ import jfla
 import jfla.nn
 from jfla.nn import remat_policies
 
-OPS = pytest.mark.parametrize("op", [pytest.param("kda", marks=pytest.mark.slow), "gdn"])
+OPS = pytest.mark.parametrize(
+    "op", [pytest.param("kda", marks=pytest.mark.slow), "gdn"]
+)
 ROWS, TIME, HIDDEN, HEADS, DIM, MLP = 2, 128, 32, 2, 64, 64
 CHUNKS = TIME // 64
 PAIRS = f"bf16[{CHUNKS},{ROWS},{HEADS},64,64]"
@@ -25,7 +27,12 @@ POLICIES = {
 
 
 def model_of(op, head_dim=DIM, **options):
-    sizes = {"vocab_size": 16, "hidden_size": HIDDEN, "num_layers": 1, "num_heads": HEADS}
+    sizes = {
+        "vocab_size": 16,
+        "hidden_size": HIDDEN,
+        "num_layers": 1,
+        "num_heads": HEADS,
+    }
     config = jfla.nn.DeltaLMConfig(
         **sizes, head_dim=head_dim, intermediate_size=MLP, op=op, **options
     )
@@ -45,7 +52,9 @@ def test_a_block_keeps_its_input_and_what_the_policy_says(op, name, capsys):
     policy, expected = POLICIES[name]
     block, state, x = block_of(op)
     with jfla.pallas.compiling_for("9.0"):
-        jax.ad_checkpoint.print_saved_residuals(jax.checkpoint(block, policy=policy), state, x)
+        jax.ad_checkpoint.print_saved_residuals(
+            jax.checkpoint(block, policy=policy), state, x
+        )
     lines = capsys.readouterr().out.splitlines()
     kept = [line.split()[0] for line in lines if "from the argument" not in line]
     assert sorted(kept) == sorted(expected)
@@ -55,7 +64,9 @@ def test_a_block_keeps_its_input_and_what_the_policy_says(op, name, capsys):
 def test_the_op_is_run_again_only_where_nothing_is_kept(op):
     def runs(policy) -> int:
         block, state, x = block_of(op)
-        loss = lambda state, x: jnp.sum(jax.checkpoint(block, policy=policy)(state, x), dtype="f4")
+        loss = lambda state, x: jnp.sum(
+            jax.checkpoint(block, policy=policy)(state, x), dtype="f4"
+        )
         with jfla.pallas.compiling_for("9.0"):
             text = str(jax.make_jaxpr(jax.grad(loss))(state, x))
         return text.count("opaque_forward")
@@ -71,7 +82,9 @@ def test_policies_change_no_gradient(op):
 
     def gradient(remat):
         graph, state = nnx.split(model_of(op, head_dim=8, remat=remat))
-        loss = lambda state: jfla.nn.next_token_loss(nnx.merge(graph, state)(tokens), tokens)
+        loss = lambda state: jfla.nn.next_token_loss(
+            nnx.merge(graph, state)(tokens), tokens
+        )
         options = {"xla_backend_optimization_level": 3}
         return jax.jit(jax.grad(loss), compiler_options=options)(state)
 

@@ -7,7 +7,13 @@ from flax import nnx
 
 import jfla.nn
 
-SIZES = {"vocab_size": 64, "hidden_size": 32, "num_layers": 2, "num_heads": 2, "head_dim": 16}
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_layers": 2,
+    "num_heads": 2,
+    "head_dim": 16,
+}
 
 
 @pytest.fixture(params=["kda", "gdn"], scope="module")
@@ -92,10 +98,14 @@ def test_what_is_refused(model):
         server.submit([], 3)
     with pytest.raises(ValueError, match="length must be at least 1, got 0"):
         server.submit([1], 0)
-    with pytest.raises(ValueError, match="num_slots and prefill_tokens must be at least 1, got 0"):
+    with pytest.raises(
+        ValueError, match="num_slots and prefill_tokens must be at least 1, got 0"
+    ):
         jfla.nn.Server(model, num_slots=0)
     hybrid = jfla.nn.DeltaLM(
         jfla.nn.DeltaLMConfig(**SIZES, attention_layers=(1,)), rngs=nnx.Rngs(0)
     )
-    with pytest.raises(ValueError, match="delta-rule layers alone, got one with attention"):
+    with pytest.raises(
+        ValueError, match="delta-rule layers alone, got one with attention"
+    ):
         jfla.nn.Server(hybrid)

@@ -20,26 +20,34 @@ CALLS = [
     Call("gdn", "strong", time=1, key_dim=64, value_dim=64),
     Call("gdn", "weak", time=2, group=1, key_dim=128, value_dim=128, dtype="float32"),
     pytest.param(
-        Call("kda", "raw", time=2, group=1, key_dim=256, value_dim=256), marks=pytest.mark.slow
+        Call("kda", "raw", time=2, group=1, key_dim=256, value_dim=256),
+        marks=pytest.mark.slow,
     ),
 ]
 
 
 def exact(call, arrays, rest):
     with jax.enable_x64(True):
-        main, more = main_and_rest(jax.tree.map(lambda x: x.astype(jnp.float64), arrays))
+        main, more = main_and_rest(
+            jax.tree.map(lambda x: x.astype(jnp.float64), arrays)
+        )
         return jax.tree.map(
-            np.asarray, getattr(jfla.reference, f"recurrent_{call.op}")(*main, **more, **rest)
+            np.asarray,
+            getattr(jfla.reference, f"recurrent_{call.op}")(*main, **more, **rest),
         )
 
 
 def check(call, tolerance):
     arrays, rest = inputs(call)
     main, more = main_and_rest(arrays)
-    got = getattr(jfla, f"recurrent_{call.op}")(*main, **more, **rest, implementation="pallas")
+    got = getattr(jfla, f"recurrent_{call.op}")(
+        *main, **more, **rest, implementation="pallas"
+    )
     want = exact(call, arrays, rest)
     assert got.output.dtype == call.dtype
-    assert error(got.output, want.output) < (tolerance if call.dtype == "float32" else OUTPUT)
+    assert error(got.output, want.output) < (
+        tolerance if call.dtype == "float32" else OUTPUT
+    )
     assert error(got.final_state, want.final_state) < tolerance
 
 
@@ -54,13 +62,20 @@ def check_states(call, tolerance):
     arrays, rest = inputs(call)
     rest["return_states"] = True
     main, more = main_and_rest(arrays)
-    got = getattr(jfla, f"recurrent_{call.op}")(*main, **more, **rest, implementation="pallas")
+    got = getattr(jfla, f"recurrent_{call.op}")(
+        *main, **more, **rest, implementation="pallas"
+    )
     want = exact(call, arrays, rest)
-    assert error(got.output, want.output) < (tolerance if call.dtype == "float32" else OUTPUT)
+    assert error(got.output, want.output) < (
+        tolerance if call.dtype == "float32" else OUTPUT
+    )
     assert got.final_state.shape == want.final_state.shape
     assert got.final_state.shape[:2] == (call.batch, call.time)
     assert (
-        max(error(got.final_state[:, t], want.final_state[:, t]) for t in range(call.time))
+        max(
+            error(got.final_state[:, t], want.final_state[:, t])
+            for t in range(call.time)
+        )
         < tolerance
     )
     return got
@@ -73,13 +88,19 @@ def test_the_state_after_every_token(call):
     main, more = main_and_rest(arrays)
     with jfla.pallas.interpret():
         got = check_states(call, STATE)
-        last = getattr(jfla, f"recurrent_{call.op}")(*main, **more, **rest, implementation="pallas")
+        last = getattr(jfla, f"recurrent_{call.op}")(
+            *main, **more, **rest, implementation="pallas"
+        )
     np.testing.assert_array_equal(np.asarray(got.output), np.asarray(last.output))
-    np.testing.assert_array_equal(np.asarray(got.final_state[:, -1]), np.asarray(last.final_state))
+    np.testing.assert_array_equal(
+        np.asarray(got.final_state[:, -1]), np.asarray(last.final_state)
+    )
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (128, 64), (64, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize(
+    "dims", [(64, 64), (128, 128), (128, 64), (64, 128), (256, 256)], ids=str
+)
 @pytest.mark.parametrize("op", ["kda", "gdn"])
 def test_values_on_a_gpu(op, dims):
     """Few states and many, which programs share differently; every way in which warps share the tokens."""
@@ -90,7 +111,15 @@ def test_values_on_a_gpu(op, dims):
         ("strong", 2, 6),
         ("weak", 64, 1),
     ):
-        call = Call(op, gates, batch=batch, time=time, heads=8, key_dim=dims[0], value_dim=dims[1])
+        call = Call(
+            op,
+            gates,
+            batch=batch,
+            time=time,
+            heads=8,
+            key_dim=dims[0],
+            value_dim=dims[1],
+        )
         check(call, STATE_ON_GPU)
         check_states(call, STATE_ON_GPU)
 
@@ -102,7 +131,8 @@ def test_a_donated_state_is_written_in_place():
     state = more["initial_state"]
     where = state.unsafe_buffer_pointer()
     run = jax.jit(
-        lambda main, state: jfla.recurrent_kda(*main, **rest, initial_state=state), donate_argnums=1
+        lambda main, state: jfla.recurrent_kda(*main, **rest, initial_state=state),
+        donate_argnums=1,
     )
     assert run(main, state).final_state.unsafe_buffer_pointer() == where
 
@@ -122,7 +152,9 @@ def test_a_bounded_gate_without_a_state_and_without_parameters():
         alone = jfla.recurrent_kda(
             *main, **rest | {"return_final_state": False}, implementation="pallas"
         )
-    want = exact(call, {name: arrays[name] for name in ("q", "k", "v", "g", "beta")}, rest)
+    want = exact(
+        call, {name: arrays[name] for name in ("q", "k", "v", "g", "beta")}, rest
+    )
     assert error(got.output, want.output) < OUTPUT
     assert error(got.final_state, want.final_state) < STATE
     assert alone.final_state is None
@@ -131,7 +163,11 @@ def test_a_bounded_gate_without_a_state_and_without_parameters():
 
 def test_a_gate_that_hardly_decays_keeps_its_digits():
     x = jnp.linspace(-20.0, 5.0, 64).reshape(1, 1, 1, 64)
-    q, v, state = jnp.zeros((1, 1, 1, 64)), jnp.zeros((1, 1, 1, 64)), jnp.ones((1, 1, 64, 64))
+    q, v, state = (
+        jnp.zeros((1, 1, 1, 64)),
+        jnp.zeros((1, 1, 1, 64)),
+        jnp.ones((1, 1, 64, 64)),
+    )
     gate = jfla.SoftplusGate(jnp.full((1,), 2.5))
     with jfla.pallas.interpret():
         got = jfla.recurrent_kda(
@@ -146,8 +182,12 @@ def test_a_gate_that_hardly_decays_keeps_its_digits():
             implementation="pallas",
         )
     with jax.enable_x64(True):
-        decay = np.exp(-np.exp(2.5) * np.logaddexp(0.0, np.asarray(x, np.float64)))[0, 0, 0]
-    np.testing.assert_allclose(np.asarray(got.final_state)[0, 0, :, 0], decay, rtol=1e-5)
+        decay = np.exp(-np.exp(2.5) * np.logaddexp(0.0, np.asarray(x, np.float64)))[
+            0, 0, 0
+        ]
+    np.testing.assert_allclose(
+        np.asarray(got.final_state)[0, 0, :, 0], decay, rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize("op", ["kda", "gdn"])
@@ -171,7 +211,9 @@ def test_a_state_handed_on_token_by_token_gives_the_same_bits_as_one_call(op):
         for t in range(3):
             output, state = run([x[:, t : t + 1] for x in main], state)
             outputs.append(np.asarray(output))
-    np.testing.assert_array_equal(np.concatenate(outputs, axis=1), np.asarray(whole.output))
+    np.testing.assert_array_equal(
+        np.concatenate(outputs, axis=1), np.asarray(whole.output)
+    )
     np.testing.assert_array_equal(np.asarray(state), np.asarray(whole.final_state))
 
 
@@ -190,19 +232,27 @@ def test_going_on_from_an_accepted_prefix_gives_the_bits_of_the_loop(op):
         _, states = run(*tokens(slice(0, 3)), initial_state=state, return_states=True)
         np.testing.assert_array_equal(np.asarray(state), before)
         followed = run(
-            *tokens(slice(3, 4)), initial_state=states[rows, accepted - 1], return_final_state=True
+            *tokens(slice(3, 4)),
+            initial_state=states[rows, accepted - 1],
+            return_final_state=True,
         )
         loop = [state]
         for t in range(3):
             loop.append(
                 run(
-                    *tokens(slice(t, t + 1)), initial_state=loop[-1], return_final_state=True
+                    *tokens(slice(t, t + 1)),
+                    initial_state=loop[-1],
+                    return_final_state=True,
                 ).final_state
             )
         for row, n in enumerate(accepted):
-            alone = run(*tokens(slice(3, 4)), initial_state=loop[n], return_final_state=True)
+            alone = run(
+                *tokens(slice(3, 4)), initial_state=loop[n], return_final_state=True
+            )
             jax.tree.map(
-                lambda a, b, row=row: np.testing.assert_array_equal(a[row], b[row]), followed, alone
+                lambda a, b, row=row: np.testing.assert_array_equal(a[row], b[row]),
+                followed,
+                alone,
             )
 
 
@@ -230,10 +280,14 @@ def test_under_shard_map(check_vma, more):
     with jfla.pallas.interpret():
         want = run(arrays)
         got = jax.jit(
-            jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=check_vma)
+            jax.shard_map(
+                run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=check_vma
+            )
         )(arrays)
     jax.tree.map(
-        lambda x, y: np.testing.assert_array_equal(*(np.asarray(z, np.float32) for z in (x, y))),
+        lambda x, y: np.testing.assert_array_equal(
+            *(np.asarray(z, np.float32) for z in (x, y))
+        ),
         got,
         want,
     )
@@ -261,7 +315,9 @@ def test_derivatives_and_batches(every):
     with jfla.pallas.interpret():
         grads = [jax.grad(run)(arrays, name) for name in names]
         rows = [
-            jax.vmap(functools.partial(run, implementation=name), in_axes=(per_row,))(one)
+            jax.vmap(functools.partial(run, implementation=name), in_axes=(per_row,))(
+                one
+            )
             for name in names
         ]
     for name in arrays:

@@ -32,32 +32,46 @@ def padded(main, lengths):
 
 
 def run(op, main, implementation="pallas", **rest):
-    return getattr(jfla, f"recurrent_{op}")(*main, **rest, implementation=implementation)
+    return getattr(jfla, f"recurrent_{op}")(
+        *main, **rest, implementation=implementation
+    )
 
 
 def check(op: str, dtype: str, tolerance: float, **sizes):
     """Values against "xla"; what is not named keeps its bits, and padding is 0."""
     main, pool, options = make(op, dtype, **sizes)
-    rounding = 8e-3 if dtype == "bfloat16" else tolerance  # the last bit of one implementation
+    rounding = (
+        8e-3 if dtype == "bfloat16" else tolerance
+    )  # the last bit of one implementation
     pool = pool.at[OTHERS].set(jnp.nan)
     ids, dirty = padded(main, np.minimum(LENGTHS, main[0].shape[1]))
     for segment_ids, x in ((None, main), (ids, dirty)):
-        options |= {"initial_state": pool, "state_slots": SLOTS, "segment_ids": segment_ids}
+        options |= {
+            "initial_state": pool,
+            "state_slots": SLOTS,
+            "segment_ids": segment_ids,
+        }
         got = run(op, x, **options, return_final_state=True)
         want = run(op, x, "xla", **options, return_final_state=True)
         assert error(got.output, want.output) < OUTPUT
         assert got.final_state.dtype == dtype
-        bits = lambda x: np.asarray(x).view(np.uint16 if dtype == "bfloat16" else np.uint32)
+        bits = lambda x: np.asarray(x).view(
+            np.uint16 if dtype == "bfloat16" else np.uint32
+        )
         np.testing.assert_array_equal(bits(got.final_state)[OTHERS], bits(pool)[OTHERS])
         named = SLOTS[[0, 2]]
         assert error(got.final_state[named], want.final_state[named]) < rounding
         assert not np.asarray(got.output[1], np.float32).any()
         only = run(op, x, **options)
         assert only.final_state is None
-        np.testing.assert_array_equal(*(np.asarray(y.output, np.float32) for y in (got, only)))
+        np.testing.assert_array_equal(
+            *(np.asarray(y.output, np.float32) for y in (got, only))
+        )
         every = run(op, x, **options, return_states=True)
         last = np.asarray(every.final_state[:, -1], np.float32)
-        np.testing.assert_array_equal(last[[0, 2]], np.asarray(got.final_state, np.float32)[named])
+        np.testing.assert_array_equal(
+            last[[0, 2]], np.asarray(got.final_state, np.float32)[named]
+        )
         assert not last[1].any()
         assert every.final_state.shape == (*main[0].shape[:2], *pool.shape[1:])
         wanted = run(op, x, "xla", **options, return_states=True)
@@ -84,7 +98,12 @@ def test_slots_that_there_are_not_are_idle():
     main, pool, options = make("gdn", "float32", time=1)
     step = jax.jit(
         lambda slots: run(
-            "gdn", main, **options, initial_state=pool, state_slots=slots, return_final_state=True
+            "gdn",
+            main,
+            **options,
+            initial_state=pool,
+            state_slots=slots,
+            return_final_state=True,
         )
     )
     with jfla.pallas.interpret():
@@ -109,9 +128,13 @@ def test_under_shard_map(check_vma):
     with jfla.pallas.interpret():
         want = step(main, pool, SLOTS)
         got = jax.jit(
-            jax.shard_map(step, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=check_vma)
+            jax.shard_map(
+                step, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=check_vma
+            )
         )(main, pool, jnp.asarray(SLOTS))
-    same = lambda a, b: np.testing.assert_array_equal(*(np.asarray(x, np.float32) for x in (a, b)))
+    same = lambda a, b: np.testing.assert_array_equal(
+        *(np.asarray(x, np.float32) for x in (a, b))
+    )
     jax.tree.map(same, got, want)
 
 
@@ -171,11 +194,15 @@ def test_long_calls_give_the_bits_of_short_ones(op, time, state):
             part = [x[:, first : first + 8] for x in main]
             output, carried = call(part, initial_state=carried)
             outputs.append(np.asarray(output))
-    np.testing.assert_array_equal(np.asarray(whole.output), np.concatenate(outputs, axis=1))
+    np.testing.assert_array_equal(
+        np.asarray(whole.output), np.concatenate(outputs, axis=1)
+    )
     np.testing.assert_array_equal(np.asarray(whole.final_state), np.asarray(carried))
     np.testing.assert_array_equal(np.asarray(every.output), np.asarray(whole.output))
     assert every.final_state.shape[:2] == (1, time)
-    np.testing.assert_array_equal(np.asarray(every.final_state[:, -1]), np.asarray(carried))
+    np.testing.assert_array_equal(
+        np.asarray(every.final_state[:, -1]), np.asarray(carried)
+    )
 
 
 def test_a_long_call_rounds_a_bfloat16_state_at_its_ends_alone():

@@ -4,7 +4,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.kernel_cases import MAIN, Call, by_kernels, check, inputs, results, scheduled
+from support.kernel_cases import (
+    MAIN,
+    Call,
+    by_kernels,
+    check,
+    inputs,
+    results,
+    scheduled,
+)
 
 import jfla
 
@@ -23,9 +31,14 @@ CALLS = [
     )
 ]
 # In one launch.
-CALLS += [Call(op, "raw", time=1000, heads=16, key_dim=128, value_dim=128) for op in ("kda", "gdn")]
+CALLS += [
+    Call(op, "raw", time=1000, heads=16, key_dim=128, value_dim=128)
+    for op in ("kda", "gdn")
+]
 # The same, with two consumers of a CTA beside four warpgroups of the other kernel.
-CALLS += [Call("gdn", "raw", batch=2, time=1000, heads=17, group=1, key_dim=64, value_dim=128)]
+CALLS += [
+    Call("gdn", "raw", batch=2, time=1000, heads=17, group=1, key_dim=64, value_dim=128)
+]
 # dq takes the memory of v_new.
 CALLS += [Call("kda", "mixed", time=1000, heads=8, group=1, key_dim=128, value_dim=128)]
 CALLS += [
@@ -36,7 +49,16 @@ CALLS += [
 CALLS += [Call("gdn", "mixed", time=200, key_dim=256, value_dim=64)]
 # Chunks of packed segments in place, from any row on.
 CALLS += [
-    Call(op, gates, 2, time, key_dim=dim, value_dim=dim, segments=segments, segment_states=True)
+    Call(
+        op,
+        gates,
+        2,
+        time,
+        key_dim=dim,
+        value_dim=dim,
+        segments=segments,
+        segment_states=True,
+    )
     for op in ("kda", "gdn")
     for gates, time, dim, segments in (
         ("raw", 1003, 128, 3),
@@ -55,7 +77,9 @@ def test_values_and_gradients(call):
 @pytest.mark.gpu
 @pytest.mark.parametrize("op", ["kda", "gdn"])
 def test_the_same_bits_twice(op):
-    arrays, rest = inputs(Call(op, batch=4, time=2048, heads=8, key_dim=128, value_dim=128))
+    arrays, rest = inputs(
+        Call(op, batch=4, time=2048, heads=8, key_dim=128, value_dim=128)
+    )
     chunk = getattr(jfla, f"chunk_{op}")
     run = jax.jit(lambda x: chunk(**x, **rest, implementation="pallas"))
     first, second = (jax.tree.map(np.asarray, run(arrays)) for _ in range(2))
@@ -71,7 +95,9 @@ def test_spans_of_time_one_after_the_other_give_the_bits_of_the_whole(segments):
         results(scheduled("gdn", interpret=False, num_spans=spans), arrays, rest)
         for spans in (0, 4)
     )
-    jax.tree.map(np.testing.assert_array_equal, *jax.tree.map(np.asarray, (whole, by_span)))
+    jax.tree.map(
+        np.testing.assert_array_equal, *jax.tree.map(np.asarray, (whole, by_span))
+    )
 
 
 def _gradients(x: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
@@ -83,8 +109,15 @@ def _gradients(x: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
 
 
 def _packed(x: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
-    ids = jnp.repeat(jnp.arange(1, 5), jnp.array([40, 1, 130, 29]), total_repeat_length=200)[None]
-    call = {"segment_ids": ids, "num_segments": 4, "implementation": "pallas", "qk_norm": True}
+    ids = jnp.repeat(
+        jnp.arange(1, 5), jnp.array([40, 1, 130, 29]), total_repeat_length=200
+    )[None]
+    call = {
+        "segment_ids": ids,
+        "num_segments": 4,
+        "implementation": "pallas",
+        "qk_norm": True,
+    }
     out, adjoint = jax.vjp(
         lambda *main: jfla.chunk_kda(*main, **call).output, *(x[name] for name in MAIN)
     )
@@ -93,8 +126,14 @@ def _packed(x: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
 
 def _decoded(x: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
     token = [x[name][:, :1] for name in MAIN]
-    state = jnp.ones((1, 2, 128, 128)) * x["beta"][:, 0, :, None, None].astype(jnp.float32)
-    call = {"initial_state": state, "return_final_state": True, "implementation": "pallas"}
+    state = jnp.ones((1, 2, 128, 128)) * x["beta"][:, 0, :, None, None].astype(
+        jnp.float32
+    )
+    call = {
+        "initial_state": state,
+        "return_final_state": True,
+        "implementation": "pallas",
+    }
     return tuple(jfla.recurrent_kda(*token, **call))
 
 
@@ -103,8 +142,12 @@ def _decoded(x: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
 @pytest.mark.parametrize("call", [_gradients, _packed, _decoded])
 def test_rows_of_a_loop_are_those_of_calls_on_each(call, in_turn):
     """Of kernels that write over an operand, where XLA would take slices into the launch."""
-    drawn, _ = inputs(Call("kda", time=200, heads=2, group=1, key_dim=128, value_dim=128))
-    rows = [{name: jnp.roll(drawn[name], 17 * i, axis=1) for name in MAIN} for i in range(3)]
+    drawn, _ = inputs(
+        Call("kda", time=200, heads=2, group=1, key_dim=128, value_dim=128)
+    )
+    rows = [
+        {name: jnp.roll(drawn[name], 17 * i, axis=1) for name in MAIN} for i in range(3)
+    ]
     together = jax.jit(in_turn(call))(jax.tree.map(lambda *x: jnp.stack(x), *rows))
     alone = jax.jit(call)
     for i, row in enumerate(rows):

@@ -10,7 +10,9 @@ from jfla.pallas.mgpu.equal_variables import equal_variables
 def _system(pairs):
     variable = constraints.Variable
     equations = [constraints.Equals(variable(a), variable(b)) for a, b in pairs]
-    fixed = constraints.Equals(variable("fixed"), constraints.SMEMTransforms(None, None))
+    fixed = constraints.Equals(
+        variable("fixed"), constraints.SMEMTransforms(None, None)
+    )
     return constraints.ConstraintSystem(constraints=[fixed, *equations])
 
 

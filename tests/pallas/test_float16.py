@@ -59,7 +59,10 @@ def results(
     def run(*inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
         call = dict(zip(NAMES, inputs))
         out = jfla.chunk_gdn(
-            **call, qk_norm=qk_norm, return_final_state=True, implementation=implementation
+            **call,
+            qk_norm=qk_norm,
+            return_final_state=True,
+            implementation=implementation,
         )
         return out.output, out.final_state
 
@@ -67,7 +70,10 @@ def results(
         out, adjoint = jax.vjp(run, *(arrays[name] for name in NAMES))
         gradients = adjoint((do.astype(out[0].dtype), d_final))
     named = dict(
-        zip(("output", "final_state", *(f"d{name}" for name in NAMES)), (*out, *gradients))
+        zip(
+            ("output", "final_state", *(f"d{name}" for name in NAMES)),
+            (*out, *gradients),
+        )
     )
     return {name: np.asarray(x.astype(jnp.float32)) for name, x in named.items()}
 
@@ -97,7 +103,9 @@ def test_errors_are_less_than_half_of_those_of_bfloat16(qk_norm: bool):
         assert errors["float16"][name] < 0.5 * errors["bfloat16"][name], name
 
 
-@pytest.mark.parametrize("loss_scale", [pytest.param(2.0**13, marks=pytest.mark.slow), 2.0**-30])
+@pytest.mark.parametrize(
+    "loss_scale", [pytest.param(2.0**13, marks=pytest.mark.slow), 2.0**-30]
+)
 def test_gradients_are_right_at_any_size_of_the_loss(loss_scale: float):
     """Those in float32: dq, dk and dv are as large or small as the loss, and are float16."""
     arrays, do, d_final = drawn(False)

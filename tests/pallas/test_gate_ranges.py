@@ -50,7 +50,11 @@ def gates(name: str, heads: int, time: int) -> tuple[jax.Array, Any]:
     if name == "bounded, raw":
         return g, jfla.SigmoidGate(lower_bound=-5.0)
     parameters = layer.a_log[...], layer.dt_bias[...]
-    gate = jfla.SigmoidGate(*parameters, bound) if bound else jfla.SoftplusGate(*parameters)
+    gate = (
+        jfla.SigmoidGate(*parameters, bound)
+        if bound
+        else jfla.SoftplusGate(*parameters)
+    )
     return g * (1.0 if "spread" in name else 0.1), gate
 
 
@@ -58,7 +62,9 @@ def passes(g: jax.Array, gate: Any) -> np.ndarray:
     """[B, HV, N, 2]: of the halves of 64 channels of every chunk."""
     decay = np.maximum(to_chunks(log_decay(g, gate)) / np.log(2), STRONGEST_OF_CHANNEL)
     blocks = decay.reshape(*decay.shape[:3], NUM_BLOCKS, BLOCK, 2, 64)
-    least = blocks[..., 1:, :, :].sum(axis=4).min(axis=(3, 5))  # without their first tokens
+    least = (
+        blocks[..., 1:, :, :].sum(axis=4).min(axis=(3, 5))
+    )  # without their first tokens
     return np.asarray(passes_of(jnp.asarray(least, jnp.float32)))
 
 
@@ -105,11 +111,15 @@ def test_factors_of_all_passes_make_the_decay_of_every_pair(strength):
             for n in range(block):
                 on = spans[ON_BY_ONE + n] if block - n > 1 else 1.0
                 on = on * (spans[ON_BY_TWO] if block - n > 2 else 1.0)
-                columns[n * BLOCK : (n + 1) * BLOCK] = later[n * BLOCK : (n + 1) * BLOCK] * on
+                columns[n * BLOCK : (n + 1) * BLOCK] = (
+                    later[n * BLOCK : (n + 1) * BLOCK] * on
+                )
             total[here] += rows[here, None] * columns[None]
     cumulative = np.cumsum(decay, axis=0)
     row, column = np.indices((CHUNK, CHUNK))
-    want = 2.0 ** np.where((row >= column)[..., None], cumulative[:, None] - cumulative[None], 0.0)
+    want = 2.0 ** np.where(
+        (row >= column)[..., None], cumulative[:, None] - cumulative[None], 0.0
+    )
     causal = (row >= column)[..., None]
     np.testing.assert_allclose(
         np.where(causal, total, 0), np.where(causal, want, 0), rtol=1e-4, atol=2.0**-66

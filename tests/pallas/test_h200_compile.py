@@ -62,7 +62,12 @@ SPILLED_IN_PLACE = {
 }
 REPORT = pathlib.Path(__file__).with_name("h200_report.json")
 # The instructions that a kernel must not lose, by the start of their names in machine code.
-COUNTED = {"wgmma": "HGMMA", "copies in": "UTMALDG", "copies out": "UTMASTG", "exp2": "MUFU.EX2"}
+COUNTED = {
+    "wgmma": "HGMMA",
+    "copies in": "UTMALDG",
+    "copies out": "UTMASTG",
+    "exp2": "MUFU.EX2",
+}
 DECODE_COUNTED = {"16-byte loads": "LD.E.128", "16-byte stores": "ST.E.128"}
 DECODE_CONFIGURATIONS = [
     ("kda", (128, 128), 1, 64, ""),
@@ -106,7 +111,9 @@ def test_kernels_compile_as_written_down(op, dims, raw, batch, capfd, monkeypatc
     monkeypatch.setitem(os.environ, "MOSAIC_GPU_DUMP_PTXAS", "1")
     monkeypatch.setitem(os.environ, "MOSAIC_GPU_DUMP_SASS", "1")
     arrays, static = describe(op, dims, raw, batch)
-    segment_ids = jax.ShapeDtypeStruct(arrays["v"].shape[:2], jnp.int32) if raw else None
+    segment_ids = (
+        jax.ShapeDtypeStruct(arrays["v"].shape[:2], jnp.int32) if raw else None
+    )
     chunk = getattr(jfla, f"chunk_{op}")
 
     def both(arrays: dict[str, Any], segment_ids: Any) -> dict[str, Any]:
@@ -139,7 +146,9 @@ def test_kernels_compile_as_written_down(op, dims, raw, batch, capfd, monkeypatc
         pytest.param("kda", (256, 256), False, 1003, marks=pytest.mark.slow),
     ],
 )
-def test_chunks_of_segments_in_place_spill_few_bytes(op, dims, raw, time, capfd, monkeypatch):
+def test_chunks_of_segments_in_place_spill_few_bytes(
+    op, dims, raw, time, capfd, monkeypatch
+):
     """Tokens of no whole number of chunks, nor of TMA's tiles of rows; with 9,003 KDA's two kernels are one launch."""
     monkeypatch.setitem(os.environ, "MOSAIC_GPU_DUMP_PTXAS", "1")
     arrays, static = describe(op, dims, raw, batch=2, time=time)
@@ -155,9 +164,13 @@ def test_chunks_of_segments_in_place_spill_few_bytes(op, dims, raw, time, capfd,
     compile_for_h200(both, arrays, segment_ids)
     now = facts("".join(capfd.readouterr()), {})
     assert len(now) >= 4
-    assert any("beside_output_scan" in kernel for kernel in now) == (op == "kda" and time == 9003)
+    assert any("beside_output_scan" in kernel for kernel in now) == (
+        op == "kda" and time == 9003
+    )
     for kernel, found in now.items():
-        assert found["spilled bytes"] <= (SPILLED | SPILLED_IN_PLACE).get(kernel, 0), kernel
+        assert found["spilled bytes"] <= (SPILLED | SPILLED_IN_PLACE).get(kernel, 0), (
+            kernel
+        )
         assert "serialized" not in found, kernel
 
 
@@ -175,7 +188,9 @@ def test_float16_does_not_spill(dims, qk_norm, batch, capfd, monkeypatch):
     """Forward and backward of a scalar gate, whose matmuls are in float16 then."""
     monkeypatch.setitem(os.environ, "MOSAIC_GPU_DUMP_PTXAS", "1")
     arrays, static = describe("gdn", dims, qk_norm, batch)
-    half = {name: jax.ShapeDtypeStruct(arrays[name].shape, jnp.float16) for name in "qkv"}
+    half = {
+        name: jax.ShapeDtypeStruct(arrays[name].shape, jnp.float16) for name in "qkv"
+    }
 
     def both(arrays: dict[str, Any]) -> dict[str, Any]:
         chunk = lambda x: jfla.chunk_gdn(**x, **static, return_final_state=True)
@@ -192,7 +207,9 @@ def test_float16_does_not_spill(dims, qk_norm, batch, capfd, monkeypatch):
 
 @pytest.mark.aot
 @pytest.mark.parametrize(("op", "dims", "time", "batch", "how"), DECODE_CONFIGURATIONS)
-def test_the_decode_kernel_compiles_as_written_down(op, dims, time, batch, how, capfd, monkeypatch):
+def test_the_decode_kernel_compiles_as_written_down(
+    op, dims, time, batch, how, capfd, monkeypatch
+):
     """No spilled register, and the state goes through device memory 16 bytes at a time: every number once each way.
 
     Where every token's state is wanted, the loop over tokens has those stores, and there are no others.
@@ -211,12 +228,16 @@ def test_the_decode_kernel_compiles_as_written_down(op, dims, time, batch, how, 
     recurrent = getattr(jfla, f"recurrent_{op}")
 
     def decode(arrays: dict[str, Any]) -> jfla.DeltaRuleOutput:
-        return recurrent(**arrays, **static, return_final_state=True, return_states=every)
+        return recurrent(
+            **arrays, **static, return_final_state=True, return_states=every
+        )
 
     compile_for_h200(decode, arrays)
     now = facts("".join(capfd.readouterr()), DECODE_COUNTED)
     assert not [kernel for kernel in now if now[kernel]["spilled bytes"]]
-    name = f"{op} K{dims[0]} V{dims[1]}, decode T{time}{', ' * bool(how)}{how}, B{batch}"
+    name = (
+        f"{op} K{dims[0]} V{dims[1]}, decode T{time}{', ' * bool(how)}{how}, B{batch}"
+    )
     check_report(REPORT, name, now, DECODE_COUNTED)
 
 
@@ -224,9 +245,16 @@ def test_the_decode_kernel_compiles_as_written_down(op, dims, time, batch, how, 
 @pytest.mark.parametrize("which", ["along time", "of segments"])
 @pytest.mark.parametrize(
     ("op", "dims", "batch"),
-    [("kda", (64, 64), 64), ("kda", (64, 64), 8), ("gdn", (256, 256), 1), ("gdn", (128, 128), 2)],
+    [
+        ("kda", (64, 64), 64),
+        ("kda", (64, 64), 8),
+        ("gdn", (256, 256), 1),
+        ("gdn", (128, 128), 2),
+    ],
 )
-def test_scans_with_several_states_do_not_spill(op, dims, batch, which, capfd, monkeypatch):
+def test_scans_with_several_states_do_not_spill(
+    op, dims, batch, which, capfd, monkeypatch
+):
     """In bfloat16, forward and backward.
 
     With K = 256 the state takes every register: the bounds of a segment's loop go to local memory, once a chunk.
@@ -247,14 +275,18 @@ def test_scans_with_several_states_do_not_spill(op, dims, batch, which, capfd, m
     chunk = getattr(jfla, f"chunk_{op}")
 
     def both(arrays: dict[str, Any], segment_ids: Any) -> dict[str, Any]:
-        out, adjoint = jax.vjp(lambda x: chunk(**x, **static, segment_ids=segment_ids), arrays)
+        out, adjoint = jax.vjp(
+            lambda x: chunk(**x, **static, segment_ids=segment_ids), arrays
+        )
         return adjoint(out)[0]
 
     compile_for_h200(both, arrays, segment_ids)
     now = facts("".join(capfd.readouterr()), {})
     if "jfla_output_scan" not in now:  # in one launch with the kernel before it
         del allowed["jfla_output_scan"]
-        allowed["jfla_intra_kda_beside_output_scan"] = SPILLED["jfla_intra_kda_beside_output_scan"]
+        allowed["jfla_intra_kda_beside_output_scan"] = SPILLED[
+            "jfla_intra_kda_beside_output_scan"
+        ]
     for kernel, most in allowed.items():
         assert now[kernel]["spilled bytes"] <= most
 
@@ -267,7 +299,10 @@ def test_slices_stay_outside_of_kernels_that_write_in_place(kind, in_turn):
     batch, time = 3, 1 if kind == "decoding" else 160
     arrays, static = describe("kda", (128, 128), False, batch=1, time=time)
     if kind == "packed":
-        static = {"num_segments": 2, "segment_ids": jnp.repeat(jnp.array([1, 2]), 80)[None]}
+        static = {
+            "num_segments": 2,
+            "segment_ids": jnp.repeat(jnp.array([1, 2]), 80)[None],
+        }
     if kind == "decoding":
         arrays["initial_state"] = jax.ShapeDtypeStruct((1, 2, 128, 128), jnp.float32)
 
@@ -277,7 +312,9 @@ def test_slices_stay_outside_of_kernels_that_write_in_place(kind, in_turn):
         out, adjoint = jax.vjp(lambda x: jfla.chunk_kda(**x, **static).output, arrays)
         return out, adjoint(out)
 
-    rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((batch, *x.shape), x.dtype), arrays)
+    rows = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((batch, *x.shape), x.dtype), arrays
+    )
     program = compile_for_h200(in_turn(call), rows)
     fused = set(re.findall(r"fusion\(.*calls=%([\w.-]+)", program))
     assert fused

@@ -21,7 +21,14 @@ def dims_of(heads: int, time: int, key_dim: int = 128, value_dim: int = 128) -> 
 
 @pytest.mark.parametrize(
     ("heads", "time", "splits"),
-    [(32, 65536, 1), (8, 65536, 4), (1, 65536, 16), (8, 3072, 3), (8, 2048, 1), (22, 9999, 1)],
+    [
+        (32, 65536, 1),
+        (8, 65536, 4),
+        (1, 65536, 16),
+        (8, 3072, 3),
+        (8, 2048, 1),
+        (22, 9999, 1),
+    ],
 )
 def test_time_is_split_where_most_of_the_gpu_would_be_idle(heads, time, splits):
     assert time_splits(dims_of(heads, time), HOPPER_SMS) == splits
@@ -52,8 +59,13 @@ def test_spans_of_time_are_for_many_states(op, key_dim, heads, time, spans):
         ("kda", 8, 8192, 64, 0),
     ],
 )
-def test_kernels_overlap_in_calls_that_leave_much_of_the_gpu_idle(op, heads, time, v_block, ctas):
-    assert overlap_schedule(OPS[op], dims_of(heads, time), HOPPER_SMS) == (v_block, ctas)
+def test_kernels_overlap_in_calls_that_leave_much_of_the_gpu_idle(
+    op, heads, time, v_block, ctas
+):
+    assert overlap_schedule(OPS[op], dims_of(heads, time), HOPPER_SMS) == (
+        v_block,
+        ctas,
+    )
     assert overlap_schedule(OPS["gdn"], dims_of(64, 1024, 64, 64), HOPPER_SMS)[1] == 0
 
 
@@ -105,4 +117,7 @@ def test_kernels_of_kda_overlap_where_segments_are_packed(op, v_block, ctas):
     dims = Dims(1, 32, 300, 128, 128, 20)
     assert overlap_schedule(OPS[op], dims, HOPPER_SMS) == (v_block, ctas)
     assert overlap_schedule(OPS[op], dims, 1)[1] == 0
-    assert overlap_schedule(OPS[op], dims._replace(heads=1, n_chunks=30), HOPPER_SMS)[1] == 0
+    assert (
+        overlap_schedule(OPS[op], dims._replace(heads=1, n_chunks=30), HOPPER_SMS)[1]
+        == 0
+    )

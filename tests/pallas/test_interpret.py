@@ -38,7 +38,9 @@ CALLS = [
 @pytest.mark.parametrize("call", CALLS, ids=str)
 def test_values_and_gradients(call):
     if call.op == "kda" or call.value_dim == 64:
-        check(call, scheduled(call.op, num_sms=1))  # one CTA takes several chunks, and all of V
+        check(
+            call, scheduled(call.op, num_sms=1)
+        )  # one CTA takes several chunks, and all of V
         return
     with jfla.pallas.interpret():
         check(call, by_kernels(call.op))
@@ -48,11 +50,13 @@ def test_values_and_gradients(call):
     "call",
     [
         pytest.param(
-            Call("kda", "raw", time=64, group=1, key_dim=48, value_dim=40), marks=pytest.mark.slow
+            Call("kda", "raw", time=64, group=1, key_dim=48, value_dim=40),
+            marks=pytest.mark.slow,
         ),
         Call("gdn", "mixed", time=65, key_dim=24, value_dim=56, betas="edge"),
         pytest.param(
-            Call("gdn", "raw", time=64, key_dim=96, value_dim=192), marks=pytest.mark.slow
+            Call("gdn", "raw", time=64, key_dim=96, value_dim=192),
+            marks=pytest.mark.slow,
         ),
     ],
     ids=str,
@@ -72,7 +76,9 @@ def test_an_array_that_a_kernel_is_given_twice_goes_in_once():
 
     def run(x: jax.Array, y: jax.Array) -> jax.Array:
         grid = {"n": 1}
-        return launch(kernel, (x, y, x), shape, grid=grid, num_warpgroups=1, name="sum_of_three")
+        return launch(
+            kernel, (x, y, x), shape, grid=grid, num_warpgroups=1, name="sum_of_three"
+        )
 
     with jfla.pallas.interpret():
         (call,) = jax.make_jaxpr(run)(x, y).eqns
@@ -106,14 +112,19 @@ def test_intra_beside_the_scan_gives_the_same_bits(op, monkeypatch):
     beside = run(2)
     assert (1, 2, 5) in signalled
     assert (1, 2, 5) in waited
-    np.testing.assert_array_equal(alone.output.astype("float32"), beside.output.astype("float32"))
+    np.testing.assert_array_equal(
+        alone.output.astype("float32"), beside.output.astype("float32")
+    )
     np.testing.assert_array_equal(alone.final_state, beside.final_state)
 
 
 # With segments no state is given.
 @pytest.mark.parametrize("segments", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_splits_of_time_side_by_side_give_the_same(segments):
-    check(Call("gdn", "weak", time=300, segments=segments), scheduled("gdn", time_splits=3))
+    check(
+        Call("gdn", "weak", time=300, segments=segments),
+        scheduled("gdn", time_splits=3),
+    )
 
 
 @pytest.mark.parametrize("segments", [0, pytest.param(2, marks=pytest.mark.slow)])
@@ -127,11 +138,14 @@ def test_causal_to_the_bit(factor):
     """Also where a later token's gate is so strong that its rows, and only they, take the exact form."""
     arrays, _ = inputs(Call("kda", time=64))
     at = 21
-    changed = {name: arrays[name].at[:, at:].set(arrays[name][:, :1] * 0.5) for name in MAIN}
+    changed = {
+        name: arrays[name].at[:, at:].set(arrays[name][:, :1] * 0.5) for name in MAIN
+    }
     changed["g"] = changed["g"].at[:, at:].multiply(factor)
     with jfla.pallas.interpret():
         first, second = (
-            by_kernels("kda")(*(x[name] for name in MAIN)).output for x in (arrays, changed)
+            by_kernels("kda")(*(x[name] for name in MAIN)).output
+            for x in (arrays, changed)
         )
     first, second = (np.asarray(x.astype("float32")) for x in (first, second))
     np.testing.assert_array_equal(first[:, :at], second[:, :at])
@@ -146,7 +160,9 @@ def test_a_chunk_with_one_strong_gate_takes_the_exact_form_and_stays_right():
     with jfla.pallas.interpret():
         got = results(by_kernels("kda"), arrays, rest)
     want = results(
-        lambda *args, **more: jfla.chunk_kda(*args, **more, implementation="xla"), arrays, rest
+        lambda *args, **more: jfla.chunk_kda(*args, **more, implementation="xla"),
+        arrays,
+        rest,
     )
     for name, x in want.items():
         assert error(got[name], x) <= TOLERANCE[name], name

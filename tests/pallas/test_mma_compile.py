@@ -20,12 +20,18 @@ DIMS = ((64, 64), (128, 128), (64, 128), (128, 64))
 RAW = ("raw", "packed")
 PLAIN = ("initial", "final")
 CHUNKED = [
-    (op, dims, RAW if dims[0] == dims[1] else PLAIN) for op in ("kda", "gdn") for dims in DIMS
+    (op, dims, RAW if dims[0] == dims[1] else PLAIN)
+    for op in ("kda", "gdn")
+    for dims in DIMS
 ]
 # In the smallest shared memory that there is.
 MORE = [
     ("gdn", (128, 128), features)
-    for features in (("float16", *PLAIN), ("along time",), ("segments", "packed", *PLAIN))
+    for features in (
+        ("float16", *PLAIN),
+        ("along time",),
+        ("segments", "packed", *PLAIN),
+    )
 ]
 DECODED = [("kda", 1), ("gdn", 4)]
 # CI has time for one of each architecture; the others are compiled with `-m aot`.
@@ -40,7 +46,8 @@ QUICK = (
 def cases(*kinds: tuple[Any, ...]) -> list[Any]:
     """For `pytest.mark.parametrize`; those that are not quick are slow."""
     return [
-        pytest.param(*kind, marks=[] if kind in QUICK else [pytest.mark.slow]) for kind in kinds
+        pytest.param(*kind, marks=[] if kind in QUICK else [pytest.mark.slow])
+        for kind in kinds
     ]
 
 
@@ -48,7 +55,11 @@ def cases(*kinds: tuple[Any, ...]) -> list[Any]:
 @pytest.mark.parametrize(
     ("capability", "op", "dims", "features"),
     cases(
-        *((capability, *kind) for capability in ("8.0", "8.9", "10.0") for kind in CHUNKED),
+        *(
+            (capability, *kind)
+            for capability in ("8.0", "8.9", "10.0")
+            for kind in CHUNKED
+        ),
         *(("8.6", op, (128, 128), RAW) for op in ("kda", "gdn")),
         *(("8.9", *kind) for kind in MORE),
     ),
@@ -60,7 +71,9 @@ def test_kernels_compile_as_written_down(capability, op, dims, features):
     """
     from support.compile_for import compiled
 
-    now = compiled(capability, COUNTED, op=op, dims=dims, kind="chunk", time=256, features=features)
+    now = compiled(
+        capability, COUNTED, op=op, dims=dims, kind="chunk", time=256, features=features
+    )
     name = f"{capability} {op} K{dims[0]} V{dims[1]}, {', '.join(features)}"
     assert len(now) >= 4
     assert all(kernel["mma"] for kernel in now.values())
@@ -88,4 +101,6 @@ def test_the_decode_kernel_compiles_as_written_down(capability, op, time):
         features=features,
     )
     assert not {kernel for kernel in now if now[kernel]["spilled bytes"]}
-    check_report(REPORT, f"{capability} {op} K128 V128, decode T{time}", now, DECODE_COUNTED)
+    check_report(
+        REPORT, f"{capability} {op} K128 V128, decode T{time}", now, DECODE_COUNTED
+    )

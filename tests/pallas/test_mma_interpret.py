@@ -54,11 +54,14 @@ def test_causal_to_the_bit(factor):
     """Also where a later token's gate is so strong that its rows, and only they, take a pass of their own."""
     arrays, _ = inputs(Call("kda", time=64, group=1))
     at = 21
-    changed = {name: arrays[name].at[:, at:].set(arrays[name][:, :1] * 0.5) for name in MAIN}
+    changed = {
+        name: arrays[name].at[:, at:].set(arrays[name][:, :1] * 0.5) for name in MAIN
+    }
     changed["g"] = changed["g"].at[:, at:].multiply(factor)
     with jfla.pallas.interpret(), jfla.pallas.mma_kernels():
         first, second = (
-            by_kernels("kda")(*(x[name] for name in MAIN)).output for x in (arrays, changed)
+            by_kernels("kda")(*(x[name] for name in MAIN)).output
+            for x in (arrays, changed)
         )
     first, second = (np.asarray(x.astype("float32")) for x in (first, second))
     np.testing.assert_array_equal(first[:, :at], second[:, :at])
@@ -79,7 +82,9 @@ def test_the_kernels_are_those_of_mma_sync(op):
 
     with jfla.pallas.compiling_for("9.0"):
         names = str(jax.make_jaxpr(lambda *x: jax.vjp(run, *x)[1](x[2]))(*main))
-        hopper = str(jax.make_jaxpr(lambda *x: chunk(*x, implementation="pallas"))(*main))
+        hopper = str(
+            jax.make_jaxpr(lambda *x: chunk(*x, implementation="pallas"))(*main)
+        )
     assert f"jfla_grads_{op}_mma" in names
     assert f"jfla_grads_{op} " not in names
     assert "_mma" not in hopper

@@ -42,5 +42,7 @@ def test_every_launch_of_a_call_is_checked(op, batch, heads, monkeypatch):
     beta = jax.ShapeDtypeStruct(x.shape[:3], jnp.bfloat16)
     chunk = getattr(jfla, f"chunk_{op}")
     with jfla.pallas.compiling_for("9.0"):
-        jax.eval_shape(lambda *args: chunk(*args, implementation="pallas"), x, x, x, gate, beta)
+        jax.eval_shape(
+            lambda *args: chunk(*args, implementation="pallas"), x, x, x, gate, beta
+        )
     assert any("output_scan" in name for name, _ in checked)

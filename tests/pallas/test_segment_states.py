@@ -30,17 +30,42 @@ SLOW = pytest.mark.slow
     "call",
     [
         Call("kda", "raw", time=90, segments=3, group=1, segment_states=True),
-        Call("gdn", "mixed", time=70, segments=4, group=1, betas="edge", segment_states=True),
+        Call(
+            "gdn",
+            "mixed",
+            time=70,
+            segments=4,
+            group=1,
+            betas="edge",
+            segment_states=True,
+        ),
         pytest.param(
-            Call("kda", "mixed", batch=2, time=150, segments=5, key_dim=128, segment_states=True),
+            Call(
+                "kda",
+                "mixed",
+                batch=2,
+                time=150,
+                segments=5,
+                key_dim=128,
+                segment_states=True,
+            ),
             marks=SLOW,
         ),
         pytest.param(
-            Call("gdn", "raw", batch=2, time=200, segments=3, value_dim=128, segment_states=True),
+            Call(
+                "gdn",
+                "raw",
+                batch=2,
+                time=200,
+                segments=3,
+                value_dim=128,
+                segment_states=True,
+            ),
             marks=SLOW,
         ),
         pytest.param(
-            Call("gdn", "raw", time=70, segments=2, key_dim=256, segment_states=True), marks=SLOW
+            Call("gdn", "raw", time=70, segments=2, key_dim=256, segment_states=True),
+            marks=SLOW,
         ),
     ],
     ids=str,
@@ -78,7 +103,9 @@ def test_a_segment_has_the_bits_of_a_call_on_it_alone(op):
             last = slice(first, first + length)
             first += length
             if not length:
-                np.testing.assert_array_equal(out.final_state[:, segment], states[:, segment])
+                np.testing.assert_array_equal(
+                    out.final_state[:, segment], states[:, segment]
+                )
                 continue
             main = [arrays[name][:, last] for name in MAIN]
             state = states[:, segment]
@@ -86,7 +113,9 @@ def test_a_segment_has_the_bits_of_a_call_on_it_alone(op):
             np.testing.assert_array_equal(
                 *(x.astype("float32") for x in (alone.output, out.output[:, last]))
             )
-            np.testing.assert_array_equal(alone.final_state, out.final_state[:, segment])
+            np.testing.assert_array_equal(
+                alone.final_state, out.final_state[:, segment]
+            )
             want = reference(*main, initial_state=state, return_final_state=True)
             assert error(alone.output, want.output) < TOLERANCE["output"]
             assert error(alone.final_state, want.final_state) < TOLERANCE["final_state"]
@@ -109,7 +138,10 @@ def test_segments_are_scanned_by_themselves_where_their_number_is_known(monkeypa
         by_segment = by_kernels("gdn")(*main, **rest, num_segments=2)
     assert grids == [2]
     assert by_segment.final_state is None
-    assert error(by_segment.output, one_chain.output.astype("float32")) < TOLERANCE["output"]
+    assert (
+        error(by_segment.output, one_chain.output.astype("float32"))
+        < TOLERANCE["output"]
+    )
 
 
 def test_the_longest_segments_start_first():
@@ -124,7 +156,9 @@ def test_the_longest_segments_start_first():
     np.testing.assert_array_equal(table.ctas, [[[0, 4, 0, 7]]])
 
 
-@pytest.mark.parametrize("lengths", [[64] * 40, [0] * 40, [2000, 1000, 1, 64] + [128] * 16])
+@pytest.mark.parametrize(
+    "lengths", [[64] * 40, [0] * 40, [2000, 1000, 1, 64] + [128] * 16]
+)
 def test_every_segment_is_scanned_by_one_cta(lengths):
     """A CTA has neighbours, some 16 chunks of them or a longer one alone, and all chunks from the first to the last."""
     chunks = segment_chunks(packed(lengths, sum(lengths) + 70), len(lengths))
@@ -168,7 +202,9 @@ def test_gradients_on_padding_of_whole_chunks_are_0(op, machine):
         call = {"num_segments": 1, "implementation": "pallas"}
         return getattr(jfla, f"chunk_{op}")(*main, segment_ids=ids, **call).output
 
-    kernels = jfla.pallas.mma_kernels() if machine == "ampere" else contextlib.nullcontext()
+    kernels = (
+        jfla.pallas.mma_kernels() if machine == "ampere" else contextlib.nullcontext()
+    )
     with jfla.pallas.interpret(), kernels:
         out, adjoint = jax.vjp(output, *main)
         grads = adjoint(jnp.ones_like(out))
@@ -199,11 +235,15 @@ def test_chunks_are_read_and_written_in_place(lengths: list[list[int]]):
         for heads, columns in ((2, 128), (1, 64), (9, 256))
     ]
     with jfla.pallas.interpret():
-        copied = in_place([jnp.where(ids[:, :, None, None] > 0, x, jnp.nan) for x in rows], chunks)
+        copied = in_place(
+            [jnp.where(ids[:, :, None, None] > 0, x, jnp.nan) for x in rows], chunks
+        )
     written = []
     for x in copied:
         x = jax.tree.map(np.asarray, x)
-        output = PackedRows(*(np.full(a.shape, -1.0, np.float32) for a in (x.tokens, x.ends)))
+        output = PackedRows(
+            *(np.full(a.shape, -1.0, np.float32) for a in (x.tokens, x.ends))
+        )
         for row in range(2):
             source = np.asarray(chunks.source[row])
             source = source[source < time]
@@ -217,15 +257,23 @@ def test_chunks_are_read_and_written_in_place(lengths: list[list[int]]):
         np.testing.assert_array_equal(got, jnp.where(ids[:, :, None, None] > 0, x, 0.0))
 
 
-def read_and_write(x: PackedRows, output: PackedRows, row: int, places: np.ndarray) -> np.ndarray:
+def read_and_write(
+    x: PackedRows, output: PackedRows, row: int, places: np.ndarray
+) -> np.ndarray:
     """The tokens of a row of the batch, chunk by chunk, each of which is written to its place in the output."""
     tokens = []
     for read, place in places:
         chunk = x.ends[row, -1 - read] if read < 0 else x.tokens[row, read : read + 64]
         token = chunk[:, 0, 0]
-        np.testing.assert_array_equal(chunk, np.broadcast_to(token[:, None, None], chunk.shape))
+        np.testing.assert_array_equal(
+            chunk, np.broadcast_to(token[:, None, None], chunk.shape)
+        )
         tokens.append(token[token > 0])
-        target = output.ends[row, -1 - place] if place < 0 else output.tokens[row, place:][:64]
+        target = (
+            output.ends[row, -1 - place]
+            if place < 0
+            else output.tokens[row, place:][:64]
+        )
         target[...] = chunk
     return np.concatenate(tokens)
 
@@ -236,12 +284,18 @@ def test_a_state_for_each_segment_is_refused_over_devices():
     choices = []
 
     def explain(segment_ids: jax.Array, *main: jax.Array) -> None:
-        choices.append(jfla.explain(jfla.chunk_gdn, *main, segment_ids=segment_ids, **call))
+        choices.append(
+            jfla.explain(jfla.chunk_gdn, *main, segment_ids=segment_ids, **call)
+        )
 
     mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-    on_stretch = jax.shard_map(explain, mesh=mesh, in_specs=P(None, "x"), out_specs=None)
+    on_stretch = jax.shard_map(
+        explain, mesh=mesh, in_specs=P(None, "x"), out_specs=None
+    )
     with jfla.pallas.compiling_for("9.0"):
-        jax.eval_shape(on_stretch, rest["segment_ids"], *(arrays[name] for name in MAIN))
+        jax.eval_shape(
+            on_stretch, rest["segment_ids"], *(arrays[name] for name in MAIN)
+        )
     (choice,) = choices
     assert choice.implementation == "xla"
     assert choice.reasons["pallas"].startswith("states per segment with sequence_axis")

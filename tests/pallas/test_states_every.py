@@ -25,7 +25,9 @@ def check_bits(call: Call, op, every: int) -> None:
     main, more = main_and_rest(arrays)
     whole = op(*main, **more, return_states_every=every)
     plain = op(*main, **more, **rest)
-    same = lambda a, b: np.testing.assert_array_equal(*(np.asarray(x, np.float32) for x in (a, b)))
+    same = lambda a, b: np.testing.assert_array_equal(
+        *(np.asarray(x, np.float32) for x in (a, b))
+    )
     same(whole.output, plain.output)
     same(whole.final_state[:, -1], plain.final_state)
     number = -(-call.time // every)
@@ -50,14 +52,18 @@ def check_gradients(call: Call, op, every: int) -> None:
     def by_states(arrays):
         main, more = main_and_rest(arrays)
         out = op(*main, **more, **rest, return_states_every=every)
-        return jnp.sum(out.output.astype(jnp.float32)) + jnp.sum(weight * out.final_state)
+        return jnp.sum(out.output.astype(jnp.float32)) + jnp.sum(
+            weight * out.final_state
+        )
 
     def by_prefixes(arrays):
         main, more = main_and_rest(arrays)
         recurrent = getattr(jfla.reference, f"recurrent_{call.op}")
         _, states = recurrent(*main, **more, **rest, return_states=True)
         ends = np.minimum(np.arange(1, number + 1) * every, call.time) - 1
-        return jnp.sum(recurrent(*main, **more, **rest).output) + jnp.sum(weight * states[:, ends])
+        return jnp.sum(recurrent(*main, **more, **rest).output) + jnp.sum(
+            weight * states[:, ends]
+        )
 
     got = jax.grad(by_states)(arrays)
     with jax.enable_x64(True):
@@ -102,7 +108,9 @@ def test_gradients(call):
 @pytest.mark.parametrize("op", ["kda", "gdn"])
 def test_on_a_gpu(op):
     for batch, time in ((1, 1000), (8, 500), (1, 4096)):
-        call = Call(op, "weak", batch=batch, time=time, heads=4, key_dim=128, value_dim=128)
+        call = Call(
+            op, "weak", batch=batch, time=time, heads=4, key_dim=128, value_dim=128
+        )
         check_gradients(call, by_kernels(op), 128)
         if time < 4096:  # there time is split where only the last state is wanted
             check_bits(call, by_kernels(op), 128)
@@ -111,5 +119,7 @@ def test_on_a_gpu(op):
 @pytest.mark.gpu
 def test_a_large_call_on_a_gpu():
     """Where the chunks are prepared beside the scan."""
-    call = Call("gdn", "strong", batch=2, time=4096, heads=8, key_dim=128, value_dim=128)
+    call = Call(
+        "gdn", "strong", batch=2, time=4096, heads=8, key_dim=128, value_dim=128
+    )
     check_bits(call, by_kernels("gdn"), 2048)

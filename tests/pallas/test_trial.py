@@ -30,7 +30,9 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> list[trial.Trial]:
     monkeypatch.setattr(support, "unsupported_target", lambda _: None)
     monkeypatch.setattr(support, "capability_of", lambda _: "8.9")
     monkeypatch.setattr(trial, "_FAILED", {})
-    monkeypatch.setattr(trial, "compile_trial", lambda trial, device: compiled.append(trial))
+    monkeypatch.setattr(
+        trial, "compile_trial", lambda trial, device: compiled.append(trial)
+    )
     return compiled
 
 
@@ -49,7 +51,9 @@ def test_an_op_that_does_not_compile_takes_xla_with_a_warning(tried, monkeypatch
         raise RuntimeError("ptxas died\nand more")
 
     monkeypatch.setattr(trial, "compile_trial", fails)
-    with pytest.warns(RuntimeWarning, match='chunk_kda takes "xla", not the kernels.*ptxas died'):
+    with pytest.warns(
+        RuntimeWarning, match='chunk_kda takes "xla", not the kernels.*ptxas died'
+    ):
         choice = choose("kda", compiles=True)
     assert choice.implementation == "xla"
     assert choice.reasons["pallas"].endswith("RuntimeError: ptxas died")
@@ -77,7 +81,9 @@ def test_a_variable_turns_them_off_unless_named(tried, monkeypatch):
 def test_the_trial_is_a_call_of_the_kernels(form, op, monkeypatch):
     """Up to where it is lowered, here in interpret mode, and inside a trace."""
     made = []
-    monkeypatch.setattr(jax.stages.Lowered, "compile", lambda self: made.append(self.as_text()))
+    monkeypatch.setattr(
+        jax.stages.Lowered, "compile", lambda self: made.append(self.as_text())
+    )
     small = trial.Trial(form, op, "bfloat16", 64, 64, "a CPU")
 
     def traced(x: jax.Array) -> jax.Array:

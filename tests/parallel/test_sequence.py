@@ -30,7 +30,9 @@ STYLES = {  # gates of every strength, and a case in which every token empties t
 KDA = Config(
     "kda", batch=1, time=128, group=2, key_dim=8, value_dim=4, state=True, final=True
 )  # 32 tokens a device on four
-GDN = dataclasses.replace(KDA, op="gdn", batch=2, gate="softplus", beta_max=1.0, qk_norm=True)
+GDN = dataclasses.replace(
+    KDA, op="gdn", batch=2, gate="softplus", beta_max=1.0, qk_norm=True
+)
 
 
 def lengths(*rows: list[int], time: int = 128) -> np.ndarray:
@@ -52,7 +54,9 @@ PACKINGS = {
 def mesh_of(devices: int, kind: AxisType = AxisType.Auto) -> Mesh:
     if jax.device_count() < devices:
         pytest.skip(f"needs {devices} devices")
-    return jax.make_mesh((devices,), ("t",), axis_types=(kind,), devices=jax.devices()[:devices])
+    return jax.make_mesh(
+        (devices,), ("t",), axis_types=(kind,), devices=jax.devices()[:devices]
+    )
 
 
 def spec_of(name: str) -> P:
@@ -147,7 +151,9 @@ def test_packings_on_more_devices(op, devices, ids):
     for state in (True, False):
         config = dataclasses.replace(KDA, op=op, segments=3, state=state, final=state)
         assert_as_on_one_device(config, devices, Style(3), ids)
-    assert_as_on_one_device(dataclasses.replace(config, dtype="float32"), devices, Style(4), ids)
+    assert_as_on_one_device(
+        dataclasses.replace(config, dtype="float32"), devices, Style(4), ids
+    )
 
 
 @pytest.mark.slow
@@ -167,7 +173,9 @@ def test_states_are_handed_over(monkeypatch, gathered, devices, reverse):
     r = jnp.asarray(rng.standard_normal((devices, 2, 4, 4)), jnp.float32)
     c = jnp.asarray(rng.standard_normal((devices, 2, 4, 3)), jnp.float32)
     local = lambda r, c: hand_over.handed_over(r[0], c[0], "t", reverse=reverse)[None]
-    on_devices = jax.shard_map(local, mesh=mesh_of(devices), in_specs=P("t"), out_specs=P("t"))
+    on_devices = jax.shard_map(
+        local, mesh=mesh_of(devices), in_specs=P("t"), out_specs=P("t")
+    )
     got = jax.jit(on_devices)(r, c)
     by_span = lambda x: jnp.moveaxis(x, 0, 1)
     want = by_span(affine.chain(None, by_span(r), by_span(c), reverse=reverse))
@@ -185,11 +193,15 @@ def test_maps_by_doubling_in_the_op(monkeypatch):
     ("config", "spec"),
     [
         (
-            dataclasses.replace(KDA, op="gdn", batch=2, time=64, heads=2, state=False, final=False),
+            dataclasses.replace(
+                KDA, op="gdn", batch=2, time=64, heads=2, state=False, final=False
+            ),
             P("b", "t", "h"),
         ),
         pytest.param(
-            dataclasses.replace(GDN, time=64, heads=2), P("b", "t", "h"), marks=pytest.mark.slow
+            dataclasses.replace(GDN, time=64, heads=2),
+            P("b", "t", "h"),
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             dataclasses.replace(KDA, time=64, heads=2, segments=3),
@@ -197,7 +209,9 @@ def test_maps_by_doubling_in_the_op(monkeypatch):
             marks=pytest.mark.slow,
         ),
         pytest.param(  # four value heads of one query head
-            dataclasses.replace(KDA, time=64, group=4), P(None, "t"), marks=pytest.mark.slow
+            dataclasses.replace(KDA, time=64, group=4),
+            P(None, "t"),
+            marks=pytest.mark.slow,
         ),
     ],
     ids=str,
@@ -250,7 +264,10 @@ def test_time_that_is_split_by_type_needs_no_argument(config, spec):
 @pytest.mark.slow
 def test_forward_mode_remat_and_vmap():
     config = dataclasses.replace(KDA, op="gdn", time=20)
-    x = {name: jnp.asarray(a, jnp.float32) for name, a in draw(config, Style(7))[0].items()}
+    x = {
+        name: jnp.asarray(a, jnp.float32)
+        for name, a in draw(config, Style(7))[0].items()
+    }
     dx = jax.tree.map(jnp.cos, x)
     split = over_devices(dataclasses.replace(config, dtype="float32"), 2)
 
@@ -270,7 +287,9 @@ def test_forward_mode_remat_and_vmap():
 
 def test_what_goes_over_the_network():
     """A forward sends the ids at the ends of stretches and a map for each state, a backward one with a cotangent."""
-    config = dataclasses.replace(KDA, op="gdn", time=20, state=False, final=False, dtype="float32")
+    config = dataclasses.replace(
+        KDA, op="gdn", time=20, state=False, final=False, dtype="float32"
+    )
     config = dataclasses.replace(config, segments=2)
     x, ids, cotangents = draw(config, Style(8))
     arrays, weights = jax.tree.map(jnp.float32, (x, cotangents))
@@ -283,7 +302,9 @@ def test_what_goes_over_the_network():
 def test_errors():
     x = {name: jnp.asarray(a, jnp.float32) for name, a in draw(KDA, Style())[0].items()}
     config = dataclasses.replace(KDA, dtype="float32")
-    with pytest.raises(ValueError, match=r"sequence_axis must be .*\(there is none\), got 't'"):
+    with pytest.raises(
+        ValueError, match=r"sequence_axis must be .*\(there is none\), got 't'"
+    ):
         call(config, "chunk", x, None, sequence_axis="t")
     with pytest.raises(ValueError, match=r"sequence_axis must be .*\('t'\), got 'x'"):
         jax.shard_map(

@@ -79,7 +79,9 @@ def test_what_surrounds_the_kernels(standin, op, segments, by_platform):
     """The state goes through shard_map, the derivative rule and the choice by platform."""
     call = Call(op, "raw", heads=1, time=96, segments=segments, dtype="float32")
     arrays, rest = inputs(call)
-    mesh = jax.make_mesh((4,), ("t",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    mesh = jax.make_mesh(
+        (4,), ("t",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4]
+    )
     chunk = op_of(op, by_platform)
     got = jax.jit(lambda x: results(over_time(chunk, mesh, rest), x, rest))(arrays)
     recurrent = getattr(jfla.reference, f"recurrent_{op}")
@@ -95,7 +97,9 @@ class Border:
         self.before = before
         self.left = before
 
-    def __call__(self, r: jax.Array, c: jax.Array, axis: str, *, reverse: bool = False) -> Any:
+    def __call__(
+        self, r: jax.Array, c: jax.Array, axis: str, *, reverse: bool = False
+    ) -> Any:
         self.left = r @ self.before + c
         return self.before
 
@@ -103,8 +107,12 @@ class Border:
 def part(whole: Inputs, start: int, length: int) -> Inputs:
     """A device's tokens."""
     names = (*MAIN, "segment_ids")
-    tokens = {name: getattr(whole, name) for name in names if getattr(whole, name) is not None}
-    return whole._replace(**{name: x[:, start : start + length] for name, x in tokens.items()})
+    tokens = {
+        name: getattr(whole, name) for name in names if getattr(whole, name) is not None
+    }
+    return whole._replace(
+        **{name: x[:, start : start + length] for name, x in tokens.items()}
+    )
 
 
 @pytest.mark.parametrize(
@@ -116,13 +124,17 @@ def part(whole: Inputs, start: int, length: int) -> Inputs:
             {"stretch_splits": 2, "num_spans": 2},
             marks=pytest.mark.slow,
         ),
-        pytest.param(Call("kda", "strong", time=150, segments=3), {}, marks=pytest.mark.slow),
+        pytest.param(
+            Call("kda", "strong", time=150, segments=3), {}, marks=pytest.mark.slow
+        ),
         pytest.param(
             Call("kda", "strong", time=512),
             {"time_splits": 2, "stretch_splits": 3},
             marks=pytest.mark.slow,
         ),
-        pytest.param(Call("gdn", "raw", time=140, key_dim=128), {}, marks=pytest.mark.slow),
+        pytest.param(
+            Call("gdn", "raw", time=140, key_dim=128), {}, marks=pytest.mark.slow
+        ),
         pytest.param(
             Call("gdn", "strong", time=256, value_dim=128),
             {"stretch_splits": 2},
@@ -155,7 +167,9 @@ def test_interpreted_kernels_hand_the_state_on(monkeypatch, call, splits):
     def bordered(function: Any) -> Any:
         """`function` of a stretch, and what it hands on."""
 
-        def call(before: jax.Array, of_part: Stretch, *args: Any) -> tuple[Any, jax.Array]:
+        def call(
+            before: jax.Array, of_part: Stretch, *args: Any
+        ) -> tuple[Any, jax.Array]:
             border = Border(before)
             monkeypatch.setattr(stretch, "handed_over", border)
             monkeypatch.setattr(chunk_op, "stretch_of", lambda *_: of_part)
@@ -164,7 +178,9 @@ def test_interpreted_kernels_hand_the_state_on(monkeypatch, call, splits):
         return jax.jit(call)
 
     nothing = jnp.zeros((call.batch, call.value_heads, call.key_dim, call.value_dim))
-    weight = lambda shape, seed: jax.random.normal(jax.random.key(seed), shape).astype("bfloat16")
+    weight = lambda shape, seed: jax.random.normal(jax.random.key(seed), shape).astype(
+        "bfloat16"
+    )
     do = weight(whole.v.shape, 1).astype(whole.v.dtype)
     d_final = None
     if options.return_final_state:
@@ -201,23 +217,35 @@ def test_kernels_compiled_for_four_gpus_send_maps_alone(op):
     topology = topologies.get_topology_desc(
         platform="cuda", topology_name="1x1x4", target_config=H200, topology="1x1x4"
     )
-    mesh = jax.sharding.Mesh(np.array(topology.devices), ("t",), axis_types=(AxisType.Auto,))
-    arrays = jax.eval_shape(lambda: inputs(Call(op, gates="raw", group=1, time=1024))[0])
+    mesh = jax.sharding.Mesh(
+        np.array(topology.devices), ("t",), axis_types=(AxisType.Auto,)
+    )
+    arrays = jax.eval_shape(
+        lambda: inputs(Call(op, gates="raw", group=1, time=1024))[0]
+    )
     arrays = {
         name: jax.ShapeDtypeStruct(
-            x.shape, x.dtype, sharding=jax.NamedSharding(mesh, SPECS.get(name, P(None, "t")))
+            x.shape,
+            x.dtype,
+            sharding=jax.NamedSharding(mesh, SPECS.get(name, P(None, "t"))),
         )
         for name, x in arrays.items()
     }
     static = {"qk_norm": True, "beta_max": 1.0, "return_final_state": True}
     chunk = functools.partial(getattr(jfla, f"chunk_{op}"), implementation="pallas")
-    program = jax.jit(lambda arrays: results(over_time(chunk, mesh, static), arrays, {}))
+    program = jax.jit(
+        lambda arrays: results(over_time(chunk, mesh, static), arrays, {})
+    )
     with jfla.pallas.compiling_for("9.0"):
         text = program.trace(arrays).lower().compile().as_text()
-    moving = re.compile(r"= (.*) (all-gather|all-to-all|collective-permute)(?:-start)?\(")
+    moving = re.compile(
+        r"= (.*) (all-gather|all-to-all|collective-permute)(?:-start)?\("
+    )
     found = moving.findall(text)
     assert {kind for _, kind in found} == {"all-gather"}
-    shapes = [shape for result, _ in found for shape in re.findall(r"f32\[([\d,]+)\]", result)]
+    shapes = [
+        shape for result, _ in found for shape in re.findall(r"f32\[([\d,]+)\]", result)
+    ]
     sizes = [math.prod(map(int, shape.split(","))) for shape in shapes]
     assert sizes == [4 * 64 * 128] * 2  # of each device R and C, then R^T and D
     assert re.search(r"bf16\[1,256,1,64\]", text)  # a device's part of v

@@ -29,12 +29,16 @@ from benchmarks.h200 import H200
 from jfla.parallel.split import split_by
 from jfla.types import DeltaRuleOutput
 
-COLLECTIVES = re.compile(r"\b(all-gather|all-to-all|collective-permute|all-reduce)(?:-start)?\(")
+COLLECTIVES = re.compile(
+    r"\b(all-gather|all-to-all|collective-permute|all-reduce)(?:-start)?\("
+)
 MOVES = {"all-gather", "all-to-all", "collective-permute"}
 
 
 def case(op: str, **changes: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    return inputs(Call(op, batch=2, heads=2, group=2, time=64, dtype="float32", **changes))
+    return inputs(
+        Call(op, batch=2, heads=2, group=2, time=64, dtype="float32", **changes)
+    )
 
 
 def spec_of(name: str, x: jax.Array, rows: str | None, heads: str | None) -> P:
@@ -45,10 +49,14 @@ def spec_of(name: str, x: jax.Array, rows: str | None, heads: str | None) -> P:
     return P(rows, heads) if one_state else P(rows, None, heads)
 
 
-def evaluated(op: str, arrays: dict[str, Any], rest: dict[str, Any]) -> tuple[Any, list[str]]:
+def evaluated(
+    op: str, arrays: dict[str, Any], rest: dict[str, Any]
+) -> tuple[Any, list[str]]:
     """Values and gradients, and the collectives of the compiled program."""
     program = jax.jit(lambda arrays, rest: results(op_of(op), arrays, rest | static))
-    static = {name: rest[name] for name in rest if not isinstance(rest[name], jax.Array)}
+    static = {
+        name: rest[name] for name in rest if not isinstance(rest[name], jax.Array)
+    }
     placed = {name: x for name, x in rest.items() if isinstance(x, jax.Array)}
     compiled = program.lower(arrays, placed).compile()
     return compiled(arrays, placed), COLLECTIVES.findall(compiled.as_text())
@@ -65,14 +73,24 @@ def assert_equal(got: dict[str, Any], want: dict[str, Any]) -> None:
         ("gdn", "raw", 3, "x", None, AxisType.Explicit),
         pytest.param("gdn", "raw", 3, "x", None, AxisType.Auto, marks=pytest.mark.slow),
         pytest.param("gdn", "raw", 0, None, "y", AxisType.Auto, marks=pytest.mark.slow),
-        pytest.param("gdn", "raw", 0, None, "y", AxisType.Explicit, marks=pytest.mark.slow),
+        pytest.param(
+            "gdn", "raw", 0, None, "y", AxisType.Explicit, marks=pytest.mark.slow
+        ),
         ("kda", "raw", 0, "x", "y", AxisType.Auto),
-        pytest.param("kda", "raw", 0, "x", "y", AxisType.Explicit, marks=pytest.mark.slow),
-        pytest.param("kda", "strong", 3, "x", "y", AxisType.Auto, marks=pytest.mark.slow),
-        pytest.param("kda", "strong", 3, "x", "y", AxisType.Explicit, marks=pytest.mark.slow),
+        pytest.param(
+            "kda", "raw", 0, "x", "y", AxisType.Explicit, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "kda", "strong", 3, "x", "y", AxisType.Auto, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "kda", "strong", 3, "x", "y", AxisType.Explicit, marks=pytest.mark.slow
+        ),
     ],
 )
-def test_each_device_has_its_rows_and_heads(standin, op, gates, segments, rows, heads, kind):
+def test_each_device_has_its_rows_and_heads(
+    standin, op, gates, segments, rows, heads, kind
+):
     """Two value heads of a query head go together. Gradients of the gate's parameters are summed over rows.
 
     Packed rows have a state for each segment.
@@ -81,13 +99,22 @@ def test_each_device_has_its_rows_and_heads(standin, op, gates, segments, rows, 
     want, _ = evaluated(op, arrays, rest)
     (whole,) = set(standin.parts)
     mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(kind, kind))
-    lay = lambda name, x: jax.device_put(x, NamedSharding(mesh, spec_of(name, x, rows, heads)))
+    lay = lambda name, x: jax.device_put(
+        x, NamedSharding(mesh, spec_of(name, x, rows, heads))
+    )
     arrays = {name: lay(name, x) for name, x in arrays.items()}
     if segments:
-        rest["segment_ids"] = jax.device_put(rest["segment_ids"], NamedSharding(mesh, P(rows)))
+        rest["segment_ids"] = jax.device_put(
+            rest["segment_ids"], NamedSharding(mesh, P(rows))
+        )
     standin.parts.clear()
     got, collectives = evaluated(op, arrays, rest)
-    part = (whole[0] // (2 if rows else 1), whole[1], whole[2] // (2 if heads else 1), whole[3])
+    part = (
+        whole[0] // (2 if rows else 1),
+        whole[1],
+        whole[2] // (2 if heads else 1),
+        whole[3],
+    )
     assert set(standin.parts) == {whole, part}
     assert not MOVES & {*collectives}, collectives
     summed = rows is not None and gates == "raw"
@@ -109,7 +136,9 @@ def test_each_device_has_its_rows_and_heads(standin, op, gates, segments, rows, 
 def test_what_cannot_be_split_is_gathered(standin, spec, shape):
     arrays, rest = case("kda")
     want, _ = evaluated("kda", arrays, rest)
-    mesh = jax.make_mesh(shape, ("x", "y")[: len(shape)], axis_types=(AxisType.Auto,) * len(shape))
+    mesh = jax.make_mesh(
+        shape, ("x", "y")[: len(shape)], axis_types=(AxisType.Auto,) * len(shape)
+    )
     for name in ("v", "g"):
         arrays[name] = jax.device_put(arrays[name], NamedSharding(mesh, spec))
     got, collectives = evaluated("kda", arrays, rest)
@@ -146,7 +175,9 @@ def test_vmap_checkpoint_and_shard_map_on_sharded_rows(standin):
             return jnp.sum(function(arrays).output ** 2)
 
         got = jax.jit(jax.grad(loss))(arrays)
-        assert_equal(got, jax.jit(jax.grad(lambda x: jnp.sum(run(x).output ** 2)))(arrays))
+        assert_equal(
+            got, jax.jit(jax.grad(lambda x: jnp.sum(run(x).output ** 2)))(arrays)
+        )
 
 
 def test_on_one_device_the_function_is_lowered_as_if_it_were_called():
@@ -155,8 +186,12 @@ def test_on_one_device_the_function_is_lowered_as_if_it_were_called():
 
     split = split_by(({"a": "B H"},), {"b": "B H"})(function)
     x = {"a": jnp.ones((4, 3))}
-    plain, wrapped = (jax.jit(f).lower(x).compile().as_text() for f in (function, split))
-    strip = lambda text: re.sub(r"HloModule.*|metadata=\{[^}]*\}|stack_frame_id=\d+", "", text)
+    plain, wrapped = (
+        jax.jit(f).lower(x).compile().as_text() for f in (function, split)
+    )
+    strip = lambda text: re.sub(
+        r"HloModule.*|metadata=\{[^}]*\}|stack_frame_id=\d+", "", text
+    )
     instructions = lambda text: sorted(re.findall(r"= \S+ (\w+)\(", strip(text)))
     assert instructions(plain) == instructions(wrapped)
     np.testing.assert_array_equal(split(x)["b"], function(x)["b"])
@@ -170,7 +205,9 @@ def described_on_four_h200s(op: str, time: int) -> dict[str, Any]:
         platform="cuda", topology_name="1x1x4", target_config=H200, topology="1x1x4"
     )
     kinds = (AxisType.Auto,) * 2
-    mesh = jax.sharding.Mesh(np.array(topology.devices).reshape(2, 2), ("x", "y"), axis_types=kinds)
+    mesh = jax.sharding.Mesh(
+        np.array(topology.devices).reshape(2, 2), ("x", "y"), axis_types=kinds
+    )
     call = Call(op, gates="raw", batch=2, heads=2, group=2, time=time)
     arrays = jax.eval_shape(lambda: inputs(call)[0])
     lay = lambda name, x: NamedSharding(mesh, spec_of(name, x, "x", "y"))
@@ -188,7 +225,9 @@ def test_kernels_compiled_for_four_gpus_move_no_activation(op, implementation, c
     arrays = described_on_four_h200s(op, time=256)
     mesh = arrays["q"].sharding.mesh
     static = {"qk_norm": True, "beta_max": 1.0, "return_final_state": True}
-    chunk = functools.partial(getattr(jfla, f"chunk_{op}"), implementation=implementation)
+    chunk = functools.partial(
+        getattr(jfla, f"chunk_{op}"), implementation=implementation
+    )
     program = jax.jit(lambda arrays: results(chunk, arrays, static))
     within = jax.set_mesh(mesh) if context else contextlib.nullcontext()
     with jfla.pallas.compiling_for("9.0"), within:
@@ -230,7 +269,9 @@ def test_decoding_from_a_pool_compiled_for_four_gpus_splits_its_heads():
     pool = by_head("initial_state", pool_shape, jnp.bfloat16)
     slots = jax.ShapeDtypeStruct((2,), jnp.int32, sharding=NamedSharding(mesh, P()))
 
-    def decode(arrays: dict[str, Any], pool: jax.Array, slots: jax.Array) -> DeltaRuleOutput:
+    def decode(
+        arrays: dict[str, Any], pool: jax.Array, slots: jax.Array
+    ) -> DeltaRuleOutput:
         main, rest = main_and_rest(arrays)
         rest |= {"return_final_state": True, "implementation": "pallas"}
         rest |= {"initial_state": pool, "state_slots": slots}

@@ -14,7 +14,16 @@ SMALL = [
     Call("gdn", "mixed", time=3, betas="edge", dtype="float32"),
 ]
 OTHERS = [
-    Call("kda", "mixed", batch=2, time=8, group=1, key_dim=128, betas="edge", dtype="float32"),
+    Call(
+        "kda",
+        "mixed",
+        batch=2,
+        time=8,
+        group=1,
+        key_dim=128,
+        betas="edge",
+        dtype="float32",
+    ),
     Call("gdn", "weak", time=8, value_dim=128, dtype="float32"),
 ]
 # ||got - want|| / ||want||. The kernel's state is float32 throughout.
@@ -33,7 +42,9 @@ def run(backend, inputs, options):
 
 
 @pytest.mark.parametrize("every", [False, True], ids=["last state", "every state"])
-@pytest.mark.parametrize(("backend", "call"), cases(SMALL, OTHERS), indirect=["backend"])
+@pytest.mark.parametrize(
+    ("backend", "call"), cases(SMALL, OTHERS), indirect=["backend"]
+)
 def test_decode(backend, call, every):
     inputs, options, x = backend.inputs(call)
     options = dataclasses.replace(options, return_states=every)

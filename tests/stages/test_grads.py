@@ -31,7 +31,9 @@ BOUNDS = {
 }
 
 
-@pytest.mark.parametrize(("backend", "call"), cases(SMALL, OTHERS), indirect=["backend"])
+@pytest.mark.parametrize(
+    ("backend", "call"), cases(SMALL, OTHERS), indirect=["backend"]
+)
 def test_chunk_grads(backend, call):
     inputs, options, x = backend.inputs(call)
     scans, _ = oracle.backward_scans(x, *oracle.intra(x), *cotangents(call, x))
@@ -44,7 +46,9 @@ def test_chunk_grads(backend, call):
     )
 
 
-@pytest.mark.parametrize("call", [c for c in SMALL + OTHERS if c.gates != "raw"], ids=str)
+@pytest.mark.parametrize(
+    "call", [c for c in SMALL + OTHERS if c.gates != "raw"], ids=str
+)
 def test_the_oracle_chains_to_the_gradients_of_the_definition(call):
     """Output, final state and every gradient; dbeta as `ChunkGrads` has it."""
     backend = BACKENDS["xla-float64"]

@@ -32,7 +32,9 @@ BOUNDS = {
 }
 
 
-@pytest.mark.parametrize(("backend", "call"), cases(SMALL, OTHERS), indirect=["backend"])
+@pytest.mark.parametrize(
+    ("backend", "call"), cases(SMALL, OTHERS), indirect=["backend"]
+)
 def test_intra(backend, call):
     inputs, options, x = backend.inputs(call)
     qk, pairs = backend.run("intra", inputs, options)
@@ -42,5 +44,7 @@ def test_intra(backend, call):
             qk = qk.expanded()
     want_qk, want_pairs = oracle.intra(x)
     found = {name: (getattr(qk, name), getattr(want_qk, name)) for name in NAMES[:4]}
-    found |= {name: (getattr(pairs, name), getattr(want_pairs, name)) for name in NAMES[4:]}
+    found |= {
+        name: (getattr(pairs, name), getattr(want_pairs, name)) for name in NAMES[4:]
+    }
     hold(BOUNDS[backend.dtype, call.op], **found)

@@ -35,7 +35,9 @@ def read(backend, inputs, x):
     return (kept_qk, kept_pairs), (exact_qk, exact_pairs)
 
 
-@pytest.mark.parametrize(("backend", "call"), cases(SMALL, OTHERS), indirect=["backend"])
+@pytest.mark.parametrize(
+    ("backend", "call"), cases(SMALL, OTHERS), indirect=["backend"]
+)
 def test_output_scan(backend, call):
     inputs, options, x = backend.inputs(call)
     kept, exact = read(backend, inputs, x)
@@ -48,7 +50,9 @@ def test_output_scan(backend, call):
     )
 
 
-@pytest.mark.parametrize(("backend", "call"), cases(SMALL, OTHERS), indirect=["backend"])
+@pytest.mark.parametrize(
+    ("backend", "call"), cases(SMALL, OTHERS), indirect=["backend"]
+)
 def test_backward_scans(backend, call):
     inputs, options, x = backend.inputs(call)
     kept, exact = read(backend, inputs, x)

@@ -71,7 +71,9 @@ styles = st.builds(
     seed=st.integers(0, 2**32 - 1),
     gates=st.lists(st.sampled_from(list(GATES)), min_size=1, max_size=4).map(tuple),
     run=st.sampled_from([1, 7, 16, 64]),
-    betas=st.lists(st.sampled_from([None, 0.0, 1.0, 2.0]), min_size=1, max_size=4).map(tuple),
+    betas=st.lists(st.sampled_from([None, 0.0, 1.0, 2.0]), min_size=1, max_size=4).map(
+        tuple
+    ),
     repeated_keys=st.booleans(),
 )
 
@@ -91,7 +93,9 @@ def draw(
         k = k / np.linalg.norm(k, axis=-1, keepdims=True)
     x = {"q": q, "k": k, "v": normal((*tokens, c.value_heads, c.value_dim))}
     if c.gate is None:
-        kinds = np.stack([GATES[name](rng.random((*tokens, *per_token))) for name in style.gates])
+        kinds = np.stack(
+            [GATES[name](rng.random((*tokens, *per_token))) for name in style.gates]
+        )
         choice = rng.integers(0, len(kinds), (*tokens, c.value_heads))
         choice = choice[:, np.arange(c.time) // style.run * style.run]
         choice = choice[None, ..., None] if c.op == "kda" else choice[None]
@@ -104,7 +108,9 @@ def draw(
     x["beta"] = 3 * normal((*tokens, c.value_heads))
     if c.beta_max is None:
         kinds = [
-            rng.uniform(0, 2, x["beta"].shape) if b is None else np.full(x["beta"].shape, b)
+            rng.uniform(0, 2, x["beta"].shape)
+            if b is None
+            else np.full(x["beta"].shape, b)
             for b in style.betas
         ]
         x["beta"] = np.take_along_axis(
@@ -128,7 +134,10 @@ def draw(
         {"final_state": normal(states)} if c.final else {}
     )
     inputs, cotangents = (
-        {name: a.astype(jnp.dtype(dtype(c, name))).astype(np.float64) for name, a in arrays.items()}
+        {
+            name: a.astype(jnp.dtype(dtype(c, name))).astype(np.float64)
+            for name, a in arrays.items()
+        }
         for arrays in (x, cotangents)
     )
     return inputs, ids, cotangents
@@ -137,7 +146,8 @@ def draw(
 def dtype(config: Config, name: str) -> str:
     """States and the gate's parameters stay float32 next to bfloat16 and float16."""
     wide = (
-        name in ("a_log", "dt_bias", "initial_state", "final_state") and config.dtype != "float64"
+        name in ("a_log", "dt_bias", "initial_state", "final_state")
+        and config.dtype != "float64"
     )
     return "float32" if wide else config.dtype
 
@@ -163,7 +173,9 @@ def oracle(
     c = config
     q, k, v, g, beta = (x[name] for name in ("q", "k", "v", "g", "beta"))
     if c.qk_norm:
-        q, k = (a / np.sqrt(np.sum(a * a, axis=-1, keepdims=True) + 1e-6) for a in (q, k))
+        q, k = (
+            a / np.sqrt(np.sum(a * a, axis=-1, keepdims=True) + 1e-6) for a in (q, k)
+        )
     q, k = (np.repeat(a, c.group, axis=2) for a in (q, k))
     if c.gate is not None:
         g = _gate(c, g, x["a_log"], x.get("dt_bias", np.zeros(())))
@@ -174,20 +186,26 @@ def oracle(
     scale = c.key_dim**-0.5 if c.scale is None else c.scale
     slots = np.ones(v.shape[:2], int) if ids is None else ids
     dtype = np.result_type(*x.values())
-    states = np.zeros((c.batch, c.segments or 1, c.value_heads, c.key_dim, c.value_dim), dtype)
+    states = np.zeros(
+        (c.batch, c.segments or 1, c.value_heads, c.key_dim, c.value_dim), dtype
+    )
     if c.state:
         states = states + x["initial_state"].reshape(states.shape)
     output = np.zeros(v.shape, dtype)
     for b, t in np.argwhere(slots != PADDING):
         state = states[b, slots[b, t] - 1]
         state *= np.exp(g[b, t])[..., None]
-        error = beta[b, t][:, None] * (v[b, t] - np.einsum("hkv,hk->hv", state, k[b, t]))
+        error = beta[b, t][:, None] * (
+            v[b, t] - np.einsum("hkv,hk->hv", state, k[b, t])
+        )
         state += k[b, t][:, :, None] * error[:, None, :]
         output[b, t] = np.einsum("hkv,hk->hv", state, scale * q[b, t])
     return {"output": output, "final_state": states if c.segments else states[:, 0]}
 
 
-def _gate(c: Config, x: np.ndarray, a_log: np.ndarray, dt_bias: np.ndarray) -> np.ndarray:
+def _gate(
+    c: Config, x: np.ndarray, a_log: np.ndarray, dt_bias: np.ndarray
+) -> np.ndarray:
     x = x + dt_bias
     rate = np.exp(a_log)[:, None] if c.op == "kda" else np.exp(a_log)
     if c.gate.startswith("sigmoid"):
@@ -201,7 +219,12 @@ def loss(outputs: dict[str, np.ndarray], cotangents: dict[str, np.ndarray]) -> A
 
 
 def slope(
-    config: Config, x: dict[str, np.ndarray], ids, cotangents, name: str, direction: np.ndarray
+    config: Config,
+    x: dict[str, np.ndarray],
+    ids,
+    cotangents,
+    name: str,
+    direction: np.ndarray,
 ) -> float:
     """d loss(x + h direction) / dh of the oracle, by an imaginary h: exact to rounding, no difference is formed."""
     moved = x | {name: x[name] + 1e-30j * np.where(np.isfinite(x[name]), direction, 0)}
@@ -243,14 +266,17 @@ def compiled(config: Config, form: str, optimized: bool = False):
     def run(x, ids, cotangents):
         def forward(x):
             return {
-                name: a for name, a in call(config, form, x, ids)._asdict().items() if a is not None
+                name: a
+                for name, a in call(config, form, x, ids)._asdict().items()
+                if a is not None
             }
 
         out, adjoint = jax.vjp(forward, x)
         return out | {f"d{name}": a for name, a in adjoint(cotangents)[0].items()}
 
     return jax.jit(
-        run, compiler_options={"xla_backend_optimization_level": 3} if optimized else None
+        run,
+        compiler_options={"xla_backend_optimization_level": 3} if optimized else None,
     )
 
 
@@ -261,7 +287,9 @@ def evaluate(config: Config, form: str, x, ids, cotangents) -> dict[str, np.ndar
             {name: jnp.asarray(a, dtype(config, name)) for name, a in arrays.items()}
             for arrays in (x, cotangents)
         )
-        out = compiled(config, form)(x, None if ids is None else jnp.asarray(ids), cotangents)
+        out = compiled(config, form)(
+            x, None if ids is None else jnp.asarray(ids), cotangents
+        )
         return {name: np.asarray(a) for name, a in out.items()}
 
 

@@ -26,8 +26,18 @@ _TESTS = pathlib.Path(__file__).parents[1]
 
 def compiled(capability: str, counted: dict[str, str], **call: Any) -> Facts:
     """The facts of every kernel of a call; see `function_of` for its arguments."""
-    command = [sys.executable, "-m", "support.compile_for", capability, json.dumps(call)]
-    report = {"JAX_PLATFORMS": "cpu", "MOSAIC_GPU_DUMP_PTXAS": "1", "MOSAIC_GPU_DUMP_SASS": "1"}
+    command = [
+        sys.executable,
+        "-m",
+        "support.compile_for",
+        capability,
+        json.dumps(call),
+    ]
+    report = {
+        "JAX_PLATFORMS": "cpu",
+        "MOSAIC_GPU_DUMP_PTXAS": "1",
+        "MOSAIC_GPU_DUMP_SASS": "1",
+    }
     done = subprocess.run(
         command,
         cwd=_TESTS,
@@ -59,7 +69,10 @@ def function_of(
     if "initial" in features:
         arrays["initial_state"] = jax.ShapeDtypeStruct((*states, 2, *dims), jnp.float32)
     if "float16" in features:
-        half = {name: jax.ShapeDtypeStruct(arrays[name].shape, jnp.float16) for name in "qkv"}
+        half = {
+            name: jax.ShapeDtypeStruct(arrays[name].shape, jnp.float16)
+            for name in "qkv"
+        }
         arrays |= half
     static["return_final_state"] = "final" in features
     if "along time" in features:
@@ -85,7 +98,9 @@ def shared_memory(limit: int) -> Iterator[dict[str, int]]:
     def recorded(buffers: object) -> int:
         size = size_of(buffers)
         function = ir.InsertionPoint.current.block.owner
-        name = ir.StringAttr(function.attributes["sym_name"]).value.removesuffix("_mosaic_gpu")
+        name = ir.StringAttr(function.attributes["sym_name"]).value.removesuffix(
+            "_mosaic_gpu"
+        )
         found[name] = max(found.get(name, 0), size)
         return size
 

@@ -32,13 +32,19 @@ def facts(report: str, counted: dict[str, str]) -> Facts:
     return found
 
 
-def check_report(path: pathlib.Path, name: str, now: Facts, counted: dict[str, str]) -> None:
+def check_report(
+    path: pathlib.Path, name: str, now: Facts, counted: dict[str, str]
+) -> None:
     """Holds `now` to the report, or writes it there."""
     stored = json.loads(path.read_text()) if path.exists() else {}
     if os.environ.get("JFLA_WRITE_REPORT"):
-        path.write_text(json.dumps(dict(sorted((stored | {name: now}).items())), indent=1) + "\n")
+        path.write_text(
+            json.dumps(dict(sorted((stored | {name: now}).items())), indent=1) + "\n"
+        )
         return
-    assert now.keys() <= stored[name].keys()  # what an earlier test compiled is not reported again
+    assert (
+        now.keys() <= stored[name].keys()
+    )  # what an earlier test compiled is not reported again
     for kernel in now:
         before = stored[name][kernel]
         for fact in counted:

@@ -16,7 +16,9 @@ KDA = ("fla_kda", "kimi_linear")
 
 def weights(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {
-        name.removeprefix("param/"): x for name, x in arrays.items() if name.startswith("param/")
+        name.removeprefix("param/"): x
+        for name, x in arrays.items()
+        if name.startswith("param/")
     }
 
 
@@ -37,8 +39,12 @@ def make(
     )
 
 
-def write(tensors: dict[str, np.ndarray], path: pathlib.Path, prefix: str = "") -> pathlib.Path:
-    save_file({prefix + name: np.ascontiguousarray(x) for name, x in tensors.items()}, path)
+def write(
+    tensors: dict[str, np.ndarray], path: pathlib.Path, prefix: str = ""
+) -> pathlib.Path:
+    save_file(
+        {prefix + name: np.ascontiguousarray(x) for name, x in tensors.items()}, path
+    )
     return path
 
 
@@ -46,4 +52,8 @@ def load(family: str, folder: pathlib.Path):
     """(layer, arrays, options) of a family's golden."""
     arrays, options = goldens.load(f"layer_{family}.npz")
     path = write(weights(arrays), folder / "model.safetensors")
-    return jfla.nn.load_mixer(make(family, options["config"]), path, family), arrays, options
+    return (
+        jfla.nn.load_mixer(make(family, options["config"]), path, family),
+        arrays,
+        options,
+    )

@@ -29,7 +29,9 @@ def rms_error(x: Any, ref: np.ndarray) -> float:
     return float(np.linalg.norm(x - ref) / np.linalg.norm(ref))
 
 
-def differentiable(arrays: dict[str, np.ndarray], options: dict[str, Any]) -> dict[str, Any]:
+def differentiable(
+    arrays: dict[str, np.ndarray], options: dict[str, Any]
+) -> dict[str, Any]:
     """The inputs that have gradients, in jfla's layout: `cu_seqlens` puts the states' sequence axis behind B = 1."""
     names = ("q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias")
     inputs = {name: jnp.asarray(arrays[name]) for name in names if name in arrays}
@@ -40,7 +42,9 @@ def differentiable(arrays: dict[str, np.ndarray], options: dict[str, Any]) -> di
     return inputs
 
 
-def gate(inputs: dict[str, Any], lower_bound: float | None) -> jfla.SoftplusGate | jfla.SigmoidGate:
+def gate(
+    inputs: dict[str, Any], lower_bound: float | None
+) -> jfla.SoftplusGate | jfla.SigmoidGate:
     parameters = inputs.get("A_log"), inputs.get("dt_bias")
     return (
         jfla.SoftplusGate(*parameters)
@@ -55,7 +59,9 @@ def run(
     """Calls `op` as the golden's options say."""
     return op(
         *(inputs[name] for name in ("q", "k", "v", "g", "beta")),
-        gate=gate(inputs, options["lower_bound"]) if options["use_gate_in_kernel"] else None,
+        gate=gate(inputs, options["lower_bound"])
+        if options["use_gate_in_kernel"]
+        else None,
         beta_max=(2.0 if options["allow_neg_eigval"] else 1.0)
         if options["use_beta_sigmoid"]
         else None,
@@ -68,18 +74,28 @@ def run(
     )
 
 
-def segments(arrays: dict[str, np.ndarray], options: dict[str, Any]) -> jax.Array | None:
+def segments(
+    arrays: dict[str, np.ndarray], options: dict[str, Any]
+) -> jax.Array | None:
     if not options["cu_seqlens"]:
         return None
-    return jfla.segment_ids_from_cu_seqlens(jnp.asarray(arrays["cu_seqlens"]), options["T"])
+    return jfla.segment_ids_from_cu_seqlens(
+        jnp.asarray(arrays["cu_seqlens"]), options["T"]
+    )
 
 
-def results(op, arrays: dict[str, np.ndarray], options: dict[str, Any]) -> dict[str, jax.Array]:
+def results(
+    op, arrays: dict[str, np.ndarray], options: dict[str, Any]
+) -> dict[str, jax.Array]:
     """Everything the golden stores: o, final_state and the gradient of sum(o * do) + sum(final_state * dht)."""
 
     def loss(inputs):
         out = run(op, inputs, arrays, options)
-        dstate = jnp.asarray(arrays["dht"]) if "dht" in arrays else jnp.zeros(out.final_state.shape)
+        dstate = (
+            jnp.asarray(arrays["dht"])
+            if "dht" in arrays
+            else jnp.zeros(out.final_state.shape)
+        )
         total = jnp.sum(out.output * arrays["do"]) + jnp.sum(
             out.final_state * dstate.reshape(out.final_state.shape)
         )
@@ -91,7 +107,9 @@ def results(op, arrays: dict[str, np.ndarray], options: dict[str, Any]) -> dict[
     }
 
 
-def load_gate(case: str) -> tuple[dict[str, np.ndarray], float | None, dict[str, float]]:
+def load_gate(
+    case: str,
+) -> tuple[dict[str, np.ndarray], float | None, dict[str, float]]:
     """(arrays, lower_bound or None for softplus, tolerances) of one case of `gates.npz`."""
     arrays, options = load("gates.npz")
     own = {
@@ -107,7 +125,9 @@ def load_gate(case: str) -> tuple[dict[str, np.ndarray], float | None, dict[str,
 def gate_inputs(arrays: dict[str, np.ndarray]) -> dict[str, jax.Array]:
     """g [..., HV, G], A_log and dt_bias in jfla's layout: G is 1 for GDN, whose files have no such axis."""
     inputs = {
-        name: jnp.asarray(arrays[name]) for name in ("g", "A_log", "dt_bias") if name in arrays
+        name: jnp.asarray(arrays[name])
+        for name in ("g", "A_log", "dt_bias")
+        if name in arrays
     }
     if inputs["g"].ndim == 3:
         inputs["g"] = inputs["g"][..., None]

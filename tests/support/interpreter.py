@@ -24,7 +24,9 @@ def quicken() -> None:
     NpVectorClock.ordered = ordered
 
 
-def call_with_numpy_arrays(*args: Any, callback: Callable, **described: Any) -> list[np.ndarray]:
+def call_with_numpy_arrays(
+    *args: Any, callback: Callable, **described: Any
+) -> list[np.ndarray]:
     """The results of a callback. Copies, because the callback may keep what XLA will write over."""
     del described
     return [np.asarray(x) for x in callback(*map(np.array, args))]

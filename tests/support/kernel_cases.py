@@ -49,7 +49,11 @@ class Call:
     @property
     def gate_shape(self) -> tuple[int, ...]:
         """Of `g` behind batch and time."""
-        return (self.value_heads, self.key_dim) if self.op == "kda" else (self.value_heads,)
+        return (
+            (self.value_heads, self.key_dim)
+            if self.op == "kda"
+            else (self.value_heads,)
+        )
 
 
 def inputs(call: Call) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -72,14 +76,19 @@ def inputs(call: Call) -> tuple[dict[str, Any], dict[str, Any]]:
     if call.gates == "weak":
         g = g / 16
     if call.gates == "mixed":
-        g = jax.random.choice(next(keys), jnp.array([0.0, -1e-3, -1.0, -50.0, -1000.0]), g.shape)
+        g = jax.random.choice(
+            next(keys), jnp.array([0.0, -1e-3, -1.0, -50.0, -1000.0]), g.shape
+        )
     beta = jax.nn.sigmoid(normal(call.value_heads))
     if call.betas == "edge":
         beta = jax.random.choice(next(keys), jnp.array([0.0, 1.0, 2.0]), beta.shape)
     if call.betas == "signed":
         beta = 2 * beta - 1
     arrays = {"q": q, "k": k, "v": v}
-    arrays = {name: x.astype(call.dtype) for name, x in arrays.items()} | {"g": g, "beta": beta}
+    arrays = {name: x.astype(call.dtype) for name, x in arrays.items()} | {
+        "g": g,
+        "beta": beta,
+    }
     rest: dict[str, Any] = {}
     if call.gates == "raw":
         arrays["g"] = normal(*call.gate_shape).astype(call.dtype)
@@ -88,7 +97,9 @@ def inputs(call: Call) -> tuple[dict[str, Any], dict[str, Any]]:
         arrays["dt_bias"] = jax.random.normal(next(keys), call.gate_shape)
         rest |= {"beta_max": 1.0, "qk_norm": True}
     if call.segments:
-        ids = jnp.sort(jax.random.randint(next(keys), shape, 1, call.segments + 1), axis=1)
+        ids = jnp.sort(
+            jax.random.randint(next(keys), shape, 1, call.segments + 1), axis=1
+        )
         padding = min(7, call.time - 1)
         rest["segment_ids"] = ids.at[:, -padding:].set(0) if call.time > 1 else ids
     if call.segment_states or not call.segments:
@@ -112,13 +123,17 @@ def validated(op: str, *args: Any, **kwargs: Any) -> tuple[Inputs, Options]:
     return validate(OPS[op], *args, **(DEFAULTS | kwargs))
 
 
-def results(op: Any, arrays: dict[str, Any], rest: dict[str, Any]) -> dict[str, jax.Array]:
+def results(
+    op: Any, arrays: dict[str, Any], rest: dict[str, Any]
+) -> dict[str, jax.Array]:
     """The output, the final state and every gradient of a fixed linear functional of both."""
 
     def weight(x: jax.Array, seed: int) -> jax.Array:
         # Rounded, because the cotangent of a 16-bit output is: that error is not the kernels'.
         factors = jax.random.normal(jax.random.key(seed), x.shape, jnp.float32)
-        return jnp.sum(x.astype(jnp.float32) * factors.astype(jnp.bfloat16).astype(jnp.float32))
+        return jnp.sum(
+            x.astype(jnp.float32) * factors.astype(jnp.bfloat16).astype(jnp.float32)
+        )
 
     def loss(arrays: dict[str, Any]) -> tuple[jax.Array, DeltaRuleOutput]:
         main, more = main_and_rest(arrays)

@@ -58,7 +58,9 @@ class Backend:
     def rounded(self, tree: Any, dtype: str = "") -> Any:
         """As it reads numpy arrays."""
         with self.context():
-            return jax.tree.map(lambda a: jnp.asarray(a).astype(dtype or self.dtype), tree)
+            return jax.tree.map(
+                lambda a: jnp.asarray(a).astype(dtype or self.dtype), tree
+            )
 
     def inputs(self, call: Call) -> tuple[Inputs, Options, Tokens]:
         """The call as the stages take it, and as the oracle does."""
@@ -66,7 +68,9 @@ class Backend:
         x = tokens(call, arrays, rest)
         with self.context():
             if self.dtype == "float64":
-                arrays = {name: jnp.asarray(a).astype("float64") for name, a in arrays.items()}
+                arrays = {
+                    name: jnp.asarray(a).astype("float64") for name, a in arrays.items()
+                }
             main, more = kernel_cases.main_and_rest(arrays)
             inputs, options = kernel_cases.validated(call.op, *main, **more, **rest)
             initial = jnp.asarray(x.initial).astype(
@@ -77,7 +81,9 @@ class Backend:
     def qk(self, inputs: Inputs, x: Tokens, qk: DecayedQK) -> tuple[Any, DecayedQK]:
         """An oracle's q and k as this backend keeps them: rounded, and those same numbers in float64."""
         if inputs.g.shape[-1] > 1:
-            kept = self.rounded(qk)._replace(chunk_decay=self.rounded(qk.chunk_decay, self.scalars))
+            kept = self.rounded(qk)._replace(
+                chunk_decay=self.rounded(qk.chunk_decay, self.scalars)
+            )
             return kept, exact(kept)
         q, k = self.rounded([pad_time(np.asarray(a)) for a in (inputs.q, inputs.k)])
         factors = self.rounded(_factors(x, qk), self.scalars)
@@ -98,7 +104,9 @@ class Backend:
     def scans(self, scans: ScanResults) -> tuple[ScanResults, ScanResults]:
         """The same of an oracle's `ScanResults`, which are in chunks; what is kept has tokens where a stage has."""
         kept = self.rounded(scans)
-        by_token = {name: to_tokens(getattr(kept, name)) for name in ("v_new", "do", "dv")}
+        by_token = {
+            name: to_tokens(getattr(kept, name)) for name in ("v_new", "do", "dv")
+        }
         return kept._replace(**by_token), exact(kept)
 
 
@@ -110,7 +118,11 @@ def _factors(x: Tokens, qk: DecayedQK) -> np.ndarray:
         rows, of = (np.take_along_axis(a, largest, axis=-1)[..., 0] for a in (rows, of))
         return rows / np.where(of == 0, 1, of)
 
-    rows = [ratio(qk.q_from_start, x.q), ratio(qk.k_from_start, x.k), ratio(qk.k_to_end, x.k)]
+    rows = [
+        ratio(qk.q_from_start, x.q),
+        ratio(qk.k_from_start, x.k),
+        ratio(qk.k_to_end, x.k),
+    ]
     return np.stack([*rows, np.broadcast_to(qk.chunk_decay, rows[0].shape)], axis=3)
 
 

@@ -52,7 +52,9 @@ def tokens(call: Call, arrays: dict[str, Any], rest: dict[str, Any]) -> Tokens:
     if call.segments:
         ids = np.asarray(rest["segment_ids"])
         keep = ids > 0
-        before = np.concatenate([ids[:, :1], ids[:, :-1]], axis=1)  # nothing is reset at token 0
+        before = np.concatenate(
+            [ids[:, :1], ids[:, :-1]], axis=1
+        )  # nothing is reset at token 0
         g = np.where((keep & (ids != before))[..., None, None], RESET, g)
     state = (call.batch, call.value_heads, call.key_dim, call.value_dim)
 
@@ -130,7 +132,12 @@ def _intra_of_chunk(
 
 
 def _lagrangian(
-    q: Any, k: Any, g: Any, ends: tuple[Any, Any], values: tuple[Any, Any, Any], **static: Any
+    q: Any,
+    k: Any,
+    g: Any,
+    ends: tuple[Any, Any],
+    values: tuple[Any, Any, Any],
+    **static: Any,
 ) -> Any:
     """Of one chunk's map, whose gradients are those of this with v_new and its multiplier dv held.
 
@@ -151,7 +158,9 @@ def _over_chunks(function: Any, *arrays: np.ndarray) -> Any:
     flat = [a.reshape(-1, *a.shape[3:]) for a in arrays]
     with jax.enable_x64(True), jax.default_matmul_precision("highest"):
         found = jax.jit(lambda *xs: jax.lax.map(lambda x: function(*x), xs))(*flat)
-    return jax.tree.map(lambda a: np.asarray(a).reshape(*arrays[0].shape[:3], *a.shape[1:]), found)
+    return jax.tree.map(
+        lambda a: np.asarray(a).reshape(*arrays[0].shape[:3], *a.shape[1:]), found
+    )
 
 
 # The stages. Containers hold float64, in chunks [B, HV, N, C, ...] where a stage has time.
@@ -163,7 +172,9 @@ def intra(x: Tokens) -> tuple[DecayedQK, IntraChunk]:
     return _over_chunks(function, x.q, x.k, x.g, x.beta)
 
 
-def output_scan(x: Tokens, qk: DecayedQK, pairs: IntraChunk) -> tuple[np.ndarray, np.ndarray]:
+def output_scan(
+    x: Tokens, qk: DecayedQK, pairs: IntraChunk
+) -> tuple[np.ndarray, np.ndarray]:
     """The output, and the final state [B, HV, K, V]."""
     states, v_new, final = _states(x, qk, pairs)
     return qk.q_from_start @ states + pairs.a_qk @ v_new, final
@@ -180,7 +191,9 @@ def _states(
         v_new = pairs.a_inv[:, :, n] @ (x.v[:, :, n] - qk.k_from_start[:, :, n] @ state)
         states.append(state)
         values.append(v_new)
-        state = qk.chunk_decay[:, :, n, :, None] * state + qk.k_to_end[:, :, n].mT @ v_new
+        state = (
+            qk.chunk_decay[:, :, n, :, None] * state + qk.k_to_end[:, :, n].mT @ v_new
+        )
     return np.stack(states, axis=2), np.stack(values, axis=2), state
 
 
@@ -212,10 +225,14 @@ def chunk_grads(x: Tokens, scans: ScanResults) -> ChunkGrads:
     def grads(q: Any, k: Any, g: Any, *rest: Any) -> tuple[Any, Any, Any]:
         state, dstate, *values = rest
         function = functools.partial(_lagrangian, **static)
-        return jax.grad(function, argnums=(0, 1, 2))(q, k, g, (state, dstate), tuple(values))
+        return jax.grad(function, argnums=(0, 1, 2))(
+            q, k, g, (state, dstate), tuple(values)
+        )
 
     ends = scans.states.mT, scans.dstates.mT
-    dq, dk, dg = _over_chunks(grads, x.q, x.k, x.g, *ends, scans.v_new, scans.do, scans.dv)
+    dq, dk, dg = _over_chunks(
+        grads, x.q, x.k, x.g, *ends, scans.v_new, scans.do, scans.dv
+    )
     return ChunkGrads(dq, dk, dg, np.sum(scans.v_new * scans.dv, axis=-1))
 
 
@@ -223,13 +240,18 @@ def decode(x: Tokens, time: int) -> tuple[np.ndarray, np.ndarray]:
     """The output [B, T, HV, V] and the state after every token [B, T, HV, K, V], token by token."""
     q, k, v, g, beta = (to_tokens(a)[:, :time] for a in (x.q, x.k, x.v, x.g, x.beta))
     if x.qk_norm:
-        q, k = (a / np.sqrt(np.sum(a * a, axis=-1, keepdims=True) + NORM_EPSILON) for a in (q, k))
+        q, k = (
+            a / np.sqrt(np.sum(a * a, axis=-1, keepdims=True) + NORM_EPSILON)
+            for a in (q, k)
+        )
     state = x.initial
     outputs = []
     states = []
     for t in range(time):
         state = np.exp(g[:, t])[..., None] * state
-        error = beta[:, t, :, None] * (v[:, t] - np.einsum("bhkv,bhk->bhv", state, k[:, t]))
+        error = beta[:, t, :, None] * (
+            v[:, t] - np.einsum("bhkv,bhk->bhv", state, k[:, t])
+        )
         state = state + k[:, t, :, :, None] * error[:, :, None, :]
         outputs.append(np.einsum("bhkv,bhk->bhv", state, x.scale * q[:, t]))
         states.append(state)

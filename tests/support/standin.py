@@ -68,6 +68,8 @@ def op_of(name: str, by_platform: bool = False) -> Any:
     def op(*args: Any, **kwargs: Any) -> DeltaRuleOutput:
         inputs, options = validated(name, *args, **kwargs)
         usual = schedule(options.op, dims_of(inputs, options), NUM_SMS)
-        return chunk_op.run(inputs, options, chunk_op.Plan(usual, by_platform=by_platform))
+        return chunk_op.run(
+            inputs, options, chunk_op.Plan(usual, by_platform=by_platform)
+        )
 
     return op

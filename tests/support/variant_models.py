@@ -26,7 +26,11 @@ _SMALL = {
     "vocab_size": 64, "hidden_size": 40, "intermediate_size": 56, "num_hidden_layers": 3,
     "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
 }  # fmt: skip
-_LINEAR = {"linear_num_key_heads": 2, "linear_key_head_dim": 12, "linear_value_head_dim": 20}
+_LINEAR = {
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 20,
+}
 _TYPES = ["full_attention", "linear_attention", "linear_attention"]
 _CHANGES = {
     "qwen3_5": {

@@ -50,7 +50,9 @@ def config(settings: Settings) -> dict[str, Any]:
     heads = settings.size("num_attention_heads")
     head_dim = hidden_size // heads
     if head_dim * heads != hidden_size:
-        settings.complain(f"num_attention_heads must divide hidden_size = {hidden_size}")
+        settings.complain(
+            f"num_attention_heads must divide hidden_size = {hidden_size}"
+        )
     full = AttentionSpec(
         num_heads=heads,
         num_kv_heads=settings.size("num_key_value_heads", heads),

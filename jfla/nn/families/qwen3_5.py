@@ -26,7 +26,9 @@ _BLOCK = {
 
 def config(settings: Settings) -> dict[str, Any]:
     """The fields of a `ModelConfig`."""
-    text = settings.part("text_config") if "text_config" in settings.values else settings
+    text = (
+        settings.part("text_config") if "text_config" in settings.values else settings
+    )
     text.only("hidden_act", "silu")
     tied = settings if "tie_word_embeddings" in settings.values else text
     size = text.size("intermediate_size")
@@ -71,7 +73,9 @@ def mixers(text: Settings) -> list[MixerSpec]:
 
 def tables(config: ModelConfig) -> list[TensorTable]:
     """As published, and as the language model alone is, whichever the settings are of first."""
-    blocks = [[*mixer_table(layer, "qwen3_5"), *mlp_table("mlp")] for layer in config.layers]
+    blocks = [
+        [*mixer_table(layer, "qwen3_5"), *mlp_table("mlp")] for layer in config.layers
+    ]
     roots = ("model.language_model.", "model.")
     whole, alone = (whole_model(root, blocks) for root in roots)
     return [alone, whole] if config.model_type == "qwen3_5_text" else [whole, alone]
@@ -81,7 +85,10 @@ def mixer_table(layer: LayerSpec, family: Any) -> TensorTable:
     """The norms and the mixer of a block, of Qwen3-Next too."""
     mixer = layer.mixer
     if isinstance(mixer, AttentionSpec):
-        return [*table(_BLOCK), *nested(_attention(mixer.num_heads), "self_attn.", "mixer.")]
+        return [
+            *table(_BLOCK),
+            *nested(_attention(mixer.num_heads), "self_attn.", "mixer."),
+        ]
     assert isinstance(mixer, GDNSpec)
     (linear,) = FAMILIES[family].tables(mixer.num_heads)
     return [*table(_BLOCK), *nested(linear, "linear_attn.", "mixer.")]

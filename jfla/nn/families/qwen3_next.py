@@ -61,7 +61,9 @@ def _mlps(settings: Settings) -> list[int | MoEOptions]:
 
 def tables(config: ModelConfig) -> list[TensorTable]:
     """As published."""
-    blocks = [[*mixer_table(layer, "qwen3_next"), *_mlp(layer)] for layer in config.layers]
+    blocks = [
+        [*mixer_table(layer, "qwen3_next"), *_mlp(layer)] for layer in config.layers
+    ]
     return [whole_model("model.", blocks)]
 
 

@@ -15,7 +15,11 @@ class Settings:
     """Settings with a note of each that is missing, of another kind, or not supported."""
 
     def __init__(
-        self, values: Mapping[str, Any], where: str, path: str = "", problems: list | None = None
+        self,
+        values: Mapping[str, Any],
+        where: str,
+        path: str = "",
+        problems: list | None = None,
     ):
         self.values = values
         self.where = where
@@ -61,7 +65,9 @@ class Settings:
         if self.values.get(name, allowed[0]) not in allowed:
             self._note(name, " or ".join(map(repr, allowed)))
 
-    def names(self, name: str, allowed: tuple[str, ...], default: list[str]) -> list[str]:
+    def names(
+        self, name: str, allowed: tuple[str, ...], default: list[str]
+    ) -> list[str]:
         """A list of `len(default)` of the allowed words."""
         value = self.values.get(name)
         if value is None:
@@ -104,7 +110,9 @@ class Settings:
         """Raises a `ValueError` that lists what was noted."""
         if self.problems:
             lines = "\n  ".join(self.problems)
-            raise ValueError(f"{len(self.problems)} settings of {self.where} cannot be:\n  {lines}")
+            raise ValueError(
+                f"{len(self.problems)} settings of {self.where} cannot be:\n  {lines}"
+            )
 
     def _note(self, name: str, wanted: str) -> None:
         got = repr(self.values[name]) if name in self.values else "nothing"

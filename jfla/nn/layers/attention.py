@@ -146,7 +146,9 @@ class CausalAttention(nnx.Module):
 
     def _check_sizes(self, num_heads: int, kv_heads: int, head_dim: int) -> None:
         if num_heads % kv_heads:
-            raise ValueError(f"{num_heads=} must be a multiple of num_kv_heads={kv_heads}")
+            raise ValueError(
+                f"{num_heads=} must be a multiple of num_kv_heads={kv_heads}"
+            )
         if self.rope_theta is None:
             return
         if self.rotary_dims % 2 or not 0 < self.rotary_dims <= head_dim:

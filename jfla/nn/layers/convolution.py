@@ -32,7 +32,9 @@ class ShortConvolution(nnx.Module):
     ):
         initializer = nnx.initializers.lecun_normal(in_axis=0, out_axis=(1, 2))
         axes = (None, HEADS, None)
-        self.kernel = partitioned(initializer, axes, rngs, (size, heads, dim), param_dtype)
+        self.kernel = partitioned(
+            initializer, axes, rngs, (size, heads, dim), param_dtype
+        )
         self.dtype = dtype
 
     def init_tail(self, batch: int) -> Tail:
@@ -71,7 +73,9 @@ def _convolve(
     return jax.nn.silu(y).astype(x.dtype)
 
 
-def _zero_unless(keep: Bool[Array, "B T"], x: Float[Array, "B T H K"]) -> Float[Array, "B T H K"]:
+def _zero_unless(
+    keep: Bool[Array, "B T"], x: Float[Array, "B T H K"]
+) -> Float[Array, "B T H K"]:
     return jnp.where(keep[:, :, None, None], x, 0)
 
 

@@ -165,7 +165,9 @@ class DeltaMixer(nnx.Module):
             param_dtype=param_dtype,
             rngs=rngs,
         )
-        self.o_proj = Projection(value, hidden, (HEADS, None, EMBED), rngs=rngs, **dtypes)
+        self.o_proj = Projection(
+            value, hidden, (HEADS, None, EMBED), rngs=rngs, **dtypes
+        )
 
     def _check_sizes(self, conv_size: int) -> None:
         sizes = {
@@ -262,11 +264,15 @@ class DeltaMixer(nnx.Module):
         gate = self._gate()
         if state is None or segment_ids is None:
             op = functools.partial(op, beta_max=self.beta_max)
-            return delta_rule(op, arrays, gate, state, segment_ids, split_time=not recurrent)
+            return delta_rule(
+                op, arrays, gate, state, segment_ids, split_time=not recurrent
+            )
         # The op keeps a state per segment; here one goes in at the front and one comes out at the
         # back, so the segments' borders become decays that empty the state.
         q, k, v, decay_input, logits = arrays
-        g = log_decay(decay_input.reshape(*logits.shape, -1), gate).reshape(decay_input.shape)
+        g = log_decay(decay_input.reshape(*logits.shape, -1), gate).reshape(
+            decay_input.shape
+        )
         beta = write_strength(logits, self.beta_max)
         g, beta = _with_borders(g, beta, segment_ids)
         arrays = (q, k, v, g, beta)
@@ -289,6 +295,8 @@ def _zero_unless(
     return jnp.where(_per_token(keep, x), x, 0)
 
 
-def _per_token(mask: Bool[Array, "B T"], x: Shaped[Array, "B T *rest"]) -> Bool[Array, "B T *ones"]:
+def _per_token(
+    mask: Bool[Array, "B T"], x: Shaped[Array, "B T *rest"]
+) -> Bool[Array, "B T *ones"]:
     """The mask with as many axes as x."""
     return mask.reshape(mask.shape + (1,) * (x.ndim - 2))

@@ -54,7 +54,9 @@ class GatedDeltaNet(DeltaMixer):
         value = (self.num_value_heads, self.value_head_dim)
         step = inverse_softplus_step
         self.a_proj = Projection(hidden, heads, (EMBED, HEADS), rngs=rngs, **dtypes)
-        self.g_proj = Projection(hidden, value, (EMBED, HEADS, None), rngs=rngs, **dtypes)
+        self.g_proj = Projection(
+            hidden, value, (EMBED, HEADS, None), rngs=rngs, **dtypes
+        )
         self.a_log = partitioned(log_uniform_rate, (HEADS,), rngs, heads, jnp.float32)
         self.dt_bias = partitioned(step, (HEADS,), rngs, heads, jnp.float32)
 

@@ -7,7 +7,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jfla import api
-from jfla.gates import SigmoidGate, SoftplusGate, inverse_softplus_step, log_uniform_rate
+from jfla.gates import (
+    SigmoidGate,
+    SoftplusGate,
+    inverse_softplus_step,
+    log_uniform_rate,
+)
 from jfla.nn.layers.delta_mixer import DeltaMixer, MixerOptions, documented
 from jfla.nn.layers.projections import Projection
 from jfla.nn.sharding import EMBED, HEADS, partitioned
@@ -55,7 +60,9 @@ class KimiDeltaAttention(DeltaMixer):
     ):
         super().__init__(hidden_size, num_heads, head_dim, rngs=rngs, **options)
         if lower_bound is not None and not lower_bound < 0:
-            raise ValueError(f"lower_bound must be None or a number below 0, got {lower_bound}")
+            raise ValueError(
+                f"lower_bound must be None or a number below 0, got {lower_bound}"
+            )
         self.lower_bound = lower_bound
         dtypes = self.dtypes
         heads = self.num_value_heads

@@ -98,7 +98,9 @@ class LatentAttention(nnx.Module):
         self.c_norm = RMSNorm(latent, norm_eps, rngs=rngs, **dtypes)
         self.k_proj = Projection(latent, key, from_latent, rngs=rngs, **dtypes)
         self.v_proj = Projection(latent, value, from_latent, rngs=rngs, **dtypes)
-        self.o_proj = Projection(value, hidden, (HEADS, None, EMBED), rngs=rngs, **dtypes)
+        self.o_proj = Projection(
+            value, hidden, (HEADS, None, EMBED), rngs=rngs, **dtypes
+        )
         self.latent_dim = latent_dim
         self.key_dim = key_dim
         self.shared_dim = shared_dim
@@ -106,7 +108,9 @@ class LatentAttention(nnx.Module):
 
     def init_cache(self, batch: int, max_len: int) -> LatentCache:
         """Room for `max_len` tokens in each of `batch` rows."""
-        latent = jnp.zeros((batch, max_len, self.latent_dim + self.shared_dim), self.dtype)
+        latent = jnp.zeros(
+            (batch, max_len, self.latent_dim + self.shared_dim), self.dtype
+        )
         sequence = jnp.zeros((batch, max_len), jnp.int32)
         return LatentCache(latent, sequence, jnp.zeros(batch, jnp.int32))
 
@@ -136,12 +140,19 @@ class LatentAttention(nnx.Module):
             sequence = sequence_numbers(cache, segment_ids, batch, time)
             cache = _extend(cache, latent, position, sequence)
             mask = visible(sequence, cache.sequence, position)
-            return self.o_proj(self._over_latents(q, cache.latent.astype(q.dtype), mask)), cache
+            return self.o_proj(
+                self._over_latents(q, cache.latent.astype(q.dtype), mask)
+            ), cache
         ids = jnp.ones((batch, time), jnp.int32) if segment_ids is None else segment_ids
-        return self.o_proj(self._over_keys(q, latent, visible(ids, ids, position))), None
+        return self.o_proj(
+            self._over_keys(q, latent, visible(ids, ids, position))
+        ), None
 
     def _over_keys(
-        self, q: Float[Array, "B T H N_plus_P"], latent: Latent, mask: Bool[Array, "B 1 T L"]
+        self,
+        q: Float[Array, "B T H N_plus_P"],
+        latent: Latent,
+        mask: Bool[Array, "B 1 T L"],
     ) -> Float[Array, "B T H V"]:
         """With every head's keys and values: the fewest operations where queries are many."""
         c, shared = jnp.split(latent, [self.latent_dim], axis=-1)
@@ -161,7 +172,10 @@ class LatentAttention(nnx.Module):
         return o[..., : v.shape[-1]]
 
     def _over_latents(
-        self, q: Float[Array, "B T H N_plus_P"], latent: Latent, mask: Bool[Array, "B 1 T L"]
+        self,
+        q: Float[Array, "B T H N_plus_P"],
+        latent: Latent,
+        mask: Bool[Array, "B 1 T L"],
     ) -> Float[Array, "B T H V"]:
         """q_h . (c W_kh) = (q_h W_kh^T) . c: all heads read the latents themselves."""
         q, q_shared = jnp.split(q, [self.key_dim], axis=-1)
@@ -169,7 +183,9 @@ class LatentAttention(nnx.Module):
         q = jnp.einsum("bthn,rhn->bthr", q, up)
         q = jnp.concatenate([q, q_shared], axis=-1)
         latent = latent[:, :, None]
-        o = jax.nn.dot_product_attention(q, latent, latent, mask=mask, scale=self._scale)
+        o = jax.nn.dot_product_attention(
+            q, latent, latent, mask=mask, scale=self._scale
+        )
         value = self.v_proj.kernel[...].astype(q.dtype)
         return jnp.einsum("bthr,rhv->bthv", o[..., : self.latent_dim], value)
 

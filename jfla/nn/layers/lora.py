@@ -49,7 +49,9 @@ def matrix_shape(projection: Projection) -> tuple[int, int]:
     return math.prod(shape[: projection.inputs]), math.prod(shape[projection.inputs :])
 
 
-def add_lora(model: nnx.Module, rank: int, *, scale: float = 2.0, rngs: nnx.Rngs) -> int:
+def add_lora(
+    model: nnx.Module, rank: int, *, scale: float = 2.0, rngs: nnx.Rngs
+) -> int:
     """Adds an update of low rank to the projections of a model, which then computes as before.
 
         y = x W + scale x A B,   A [in, rank] drawn, B [rank, out] zero, both float32
@@ -81,14 +83,18 @@ def add_lora(model: nnx.Module, rank: int, *, scale: float = 2.0, rngs: nnx.Rngs
     if rank < 1:
         raise ValueError(f"rank must be at least 1, got {rank}")
     if any(_children(model, LoRAProjection)):
-        raise ValueError("model must have no updates of low rank, got one that has: merge_lora")
+        raise ValueError(
+            "model must have no updates of low rank, got one that has: merge_lora"
+        )
     chosen = []
     for parent, name, projection in _children(model, Projection):
         inputs, outputs = matrix_shape(projection)
         if name not in _LEFT_ALONE and rank * (inputs + outputs) < inputs * outputs:
             chosen.append((parent, name, projection))
     if not chosen:
-        raise ValueError(f"rank must be so small that an update is smaller than W, got {rank}")
+        raise ValueError(
+            f"rank must be so small that an update is smaller than W, got {rank}"
+        )
     for parent, name, projection in chosen:
         setattr(parent, name, LoRAProjection(projection, rank, scale, rngs=rngs))
     return len(chosen)

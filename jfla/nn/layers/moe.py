@@ -50,7 +50,9 @@ class MoEOptions:
 
     def __post_init__(self):
         if self.score not in ("softmax", "sigmoid"):
-            raise ValueError(f'score must be "softmax" or "sigmoid", got {self.score!r}')
+            raise ValueError(
+                f'score must be "softmax" or "sigmoid", got {self.score!r}'
+            )
         if not 1 <= self.groups_per_token <= self.num_groups:
             raise ValueError(
                 f"groups_per_token must be in 1 .. {self.num_groups}, got {self.groups_per_token}"
@@ -91,7 +93,10 @@ class ExpertProjection(nnx.Module):
         """Rows that stand in the order of their experts, of which each has so many."""
         kernel = self.kernel[...].astype(self.dtype)
         return lax.ragged_dot(
-            rows.astype(self.dtype), kernel, group_sizes, preferred_element_type=self.dtype
+            rows.astype(self.dtype),
+            kernel,
+            group_sizes,
+            preferred_element_type=self.dtype,
         )
 
     def of_each(
@@ -100,7 +105,10 @@ class ExpertProjection(nnx.Module):
         """Rows in any order, each with its expert's matrix: for so few that no expert has many."""
         kernel = self.kernel[...][experts].astype(self.dtype)
         return jnp.einsum(
-            "mi,mio->mo", rows.astype(self.dtype), kernel, preferred_element_type=self.dtype
+            "mi,mio->mo",
+            rows.astype(self.dtype),
+            kernel,
+            preferred_element_type=self.dtype,
         )
 
 
@@ -137,7 +145,11 @@ class MixtureOfExperts(nnx.Module):
         inward = (hidden_size, inner, (EMBED, MLP))
         outward = (inner, hidden_size, (MLP, EMBED))
         self.router = Projection(
-            (hidden_size,), (experts,), (EMBED, None), param_dtype=param_dtype, rngs=rngs
+            (hidden_size,),
+            (experts,),
+            (EMBED, None),
+            param_dtype=param_dtype,
+            rngs=rngs,
         )
         self.correction = nnx.data(None)
         if options.correction_bias:
@@ -151,7 +163,9 @@ class MixtureOfExperts(nnx.Module):
         if options.shared_size is not None:
             self.shared = SwiGLU(hidden_size, options.shared_size, rngs=rngs, **dtypes)
         if options.shared_gate:
-            self.shared_gate = Projection((hidden_size,), (1,), (EMBED, None), rngs=rngs, **dtypes)
+            self.shared_gate = Projection(
+                (hidden_size,), (1,), (EMBED, None), rngs=rngs, **dtypes
+            )
         self.options = options
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
@@ -193,7 +207,9 @@ class MixtureOfExperts(nnx.Module):
         grouped = scores.reshape(scores.shape[0], options.num_groups, -1)
         best, _ = lax.top_k(grouped, min(2, grouped.shape[-1]))
         _, groups = lax.top_k(jnp.sum(best, axis=-1), options.groups_per_token)
-        taken = jnp.any(groups[:, :, None] == jnp.arange(options.num_groups)[None, None], axis=1)
+        taken = jnp.any(
+            groups[:, :, None] == jnp.arange(options.num_groups)[None, None], axis=1
+        )
         return jnp.where(taken[:, :, None], grouped, -jnp.inf).reshape(scores.shape)
 
     def _each(self, rows: Rows, experts: Chosen) -> Float[Array, "M k D"]:
@@ -209,5 +225,7 @@ class MixtureOfExperts(nnx.Module):
         repeated = rows[order // experts.shape[1]]
         sizes = jnp.bincount(flat, length=self.options.num_experts).astype(jnp.int32)
         inner = jax.nn.silu(self.gate_proj.of_sorted(repeated, sizes))
-        y = self.down_proj.of_sorted(inner * self.up_proj.of_sorted(repeated, sizes), sizes)
+        y = self.down_proj.of_sorted(
+            inner * self.up_proj.of_sorted(repeated, sizes), sizes
+        )
         return y[jnp.argsort(order)].reshape(*experts.shape, -1)

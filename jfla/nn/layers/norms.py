@@ -95,7 +95,9 @@ class RMSNorm(nnx.Module):
         self.zero_centered = zero_centered
         self.dtype = dtype
 
-    def __call__(self, x: Float[Array, "*batch_and_features"]) -> Float[Array, "*batch_features"]:
+    def __call__(
+        self, x: Float[Array, "*batch_and_features"]
+    ) -> Float[Array, "*batch_features"]:
         scale = at_least_f32(self.scale[...])
         if self.zero_centered:
             scale = 1 + scale

@@ -34,7 +34,9 @@ def mix_pooled(
     convolutions = (mixer.q_conv, mixer.k_conv, mixer.v_conv)
     activated = []
     tails = []
-    for convolution, inputs, pool in zip(convolutions, projected, cache.tails, strict=True):
+    for convolution, inputs, pool in zip(
+        convolutions, projected, cache.tails, strict=True
+    ):
         if packed:
             assert segment_ids is not None  # they say whose a token is
             y, _ = convolution(inputs, segment_ids)

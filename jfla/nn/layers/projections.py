@@ -52,7 +52,10 @@ class Projection(nnx.Module):
         self, x: Float[Array, "*batch_and_inputs"], result: DTypeLike | None = None
     ) -> Float[Array, "*batch_and_outputs"]:
         """`result` is the dtype of the accumulated result, the layer's own by default."""
-        contracted = (tuple(range(x.ndim - self.inputs, x.ndim)), tuple(range(self.inputs)))
+        contracted = (
+            tuple(range(x.ndim - self.inputs, x.ndim)),
+            tuple(range(self.inputs)),
+        )
         y = lax.dot_general(
             x.astype(self.dtype),
             self.kernel[...].astype(self.dtype),

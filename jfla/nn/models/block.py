@@ -14,7 +14,14 @@ from jfla.nn.layers.latent_attention import LatentAttention, LatentCache
 from jfla.nn.layers.moe import MixtureOfExperts, MoEOptions
 from jfla.nn.layers.norms import RMSNorm
 from jfla.nn.layers.projections import DTypes, SwiGLU
-from jfla.nn.models.config import AttentionSpec, GDNSpec, KDASpec, LatentSpec, LayerSpec, MixerSpec
+from jfla.nn.models.config import (
+    AttentionSpec,
+    GDNSpec,
+    KDASpec,
+    LatentSpec,
+    LayerSpec,
+    MixerSpec,
+)
 from jfla.nn.sharding import BATCH, TIME, constrain
 from jfla.types import Implementation, SegmentIds
 
@@ -22,7 +29,10 @@ Hidden = Float[Array, "B T D"]
 LayerCache = DeltaCache | AttentionCache | LatentCache
 Mixer = DeltaMixer | CausalAttention | LatentAttention
 
-_DELTA_RULE: dict[type, type[DeltaMixer]] = {GDNSpec: GatedDeltaNet, KDASpec: KimiDeltaAttention}
+_DELTA_RULE: dict[type, type[DeltaMixer]] = {
+    GDNSpec: GatedDeltaNet,
+    KDASpec: KimiDeltaAttention,
+}
 _ATTENTION: dict[type, type[CausalAttention] | type[LatentAttention]] = {
     AttentionSpec: CausalAttention,
     LatentSpec: LatentAttention,

@@ -113,7 +113,9 @@ class ModelConfig:
     implementation: Implementation | None = None
     remat: bool | Callable[..., Any] = False
     published: str = dataclasses.field(default="", repr=False)
-    stored_dtypes: tuple[tuple[str, str], ...] = dataclasses.field(default=(), repr=False)
+    stored_dtypes: tuple[tuple[str, str], ...] = dataclasses.field(
+        default=(), repr=False
+    )
 
     @property
     def model_type(self) -> str:

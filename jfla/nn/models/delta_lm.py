@@ -21,7 +21,15 @@ from jfla.nn.models.config import (
     ModelConfig,
 )
 from jfla.nn.models.generate import generate, sampling, stream
-from jfla.nn.sharding import BATCH, EMBED, TIME, VOCAB, annotated, constrain, refuse_explicit
+from jfla.nn.sharding import (
+    BATCH,
+    EMBED,
+    TIME,
+    VOCAB,
+    annotated,
+    constrain,
+    refuse_explicit,
+)
 from jfla.types import Implementation, SegmentIds
 
 Tokens = Int[Array, "B T"]
@@ -91,7 +99,9 @@ class DeltaLMConfig:
             raise ValueError(
                 'lower_bound and output_gate_bias must be left out with op="gdn": they are KDA\'s'
             )
-        outside = [layer for layer in self.attention_layers if not 0 <= layer < self.num_layers]
+        outside = [
+            layer for layer in self.attention_layers if not 0 <= layer < self.num_layers
+        ]
         if outside:
             last = self.num_layers - 1
             raise ValueError(f"attention_layers must be in 0 .. {last}, got {outside}")
@@ -109,7 +119,9 @@ class DeltaLMConfig:
         """The blocks one by one."""
         assert self.intermediate_size is not None  # filled in above
         mixers = [self._mixer(layer) for layer in range(self.num_layers)]
-        return tuple(LayerSpec(mixer=mixer, mlp=self.intermediate_size) for mixer in mixers)
+        return tuple(
+            LayerSpec(mixer=mixer, mlp=self.intermediate_size) for mixer in mixers
+        )
 
     @property
     def zero_centered_norms(self) -> bool:
@@ -213,7 +225,9 @@ class DeltaLM(nnx.Module):
         if not config.tie_embeddings:
             hidden = (config.hidden_size,)
             vocab = (config.vocab_size,)
-            self.head = Projection(hidden, vocab, (EMBED, VOCAB), rngs=rngs, **config.dtypes)
+            self.head = Projection(
+                hidden, vocab, (EMBED, VOCAB), rngs=rngs, **config.dtypes
+            )
 
     @overload
     def __call__(
@@ -229,7 +243,10 @@ class DeltaLM(nnx.Module):
         return logits if cache is None else (logits, new_cache)
 
     def hidden(
-        self, tokens: Tokens, segment_ids: SegmentIds | None = None, cache: Cache | None = None
+        self,
+        tokens: Tokens,
+        segment_ids: SegmentIds | None = None,
+        cache: Cache | None = None,
     ) -> tuple[Hidden, Cache | None]:
         """What the head reads, and the cache (None without one)."""
         x = self._embedded(tokens)
@@ -255,7 +272,9 @@ class DeltaLM(nnx.Module):
         x = self.embed(tokens).astype(self.config.dtype)
         return constrain(x, (BATCH, TIME, None))
 
-    def _without_cache(self, x: Hidden, segment_ids: SegmentIds | None) -> Iterator[Hidden]:
+    def _without_cache(
+        self, x: Hidden, segment_ids: SegmentIds | None
+    ) -> Iterator[Hidden]:
         """What leaves each block."""
         remat = self.config.remat
         apply = Block.__call__

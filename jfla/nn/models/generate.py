@@ -186,7 +186,9 @@ def _prefill(
     how: Sampling,
     length: int,
 ) -> _Last:
-    return _behind_prompt(nnx.merge(graph, state), prompt, segment_ids, key, how, length)
+    return _behind_prompt(
+        nnx.merge(graph, state), prompt, segment_ids, key, how, length
+    )
 
 
 @functools.partial(jax.jit, static_argnames="graph", donate_argnames="cache")
@@ -223,7 +225,9 @@ def _behind_prompt(
     return _Last(token, _stops(token, how.stop_tokens), cache)
 
 
-def _behind(model: LanguageModel, last: _Last, key: PRNGKeyArray, how: Sampling) -> _Last:
+def _behind(
+    model: LanguageModel, last: _Last, key: PRNGKeyArray, how: Sampling
+) -> _Last:
     """The next token; a row that has stopped repeats its stop token."""
     x, cache = model.hidden(last.token[:, None], None, last.cache)
     token = _choose(model.logits(x)[:, 0], how, key)
@@ -231,13 +235,17 @@ def _behind(model: LanguageModel, last: _Last, key: PRNGKeyArray, how: Sampling)
     return _Last(token, _stops(token, how.stop_tokens), cache)
 
 
-def _stops(token: Int[Array, " B"], stop_tokens: Int[Array, " n"] | None) -> Bool[Array, " B"]:
+def _stops(
+    token: Int[Array, " B"], stop_tokens: Int[Array, " n"] | None
+) -> Bool[Array, " B"]:
     if stop_tokens is None:
         return jnp.zeros(token.shape, bool)
     return jnp.any(token[:, None] == stop_tokens[None], axis=1)
 
 
-def _choose(logits: Float[Array, "B vocab"], how: Sampling, key: PRNGKeyArray) -> Int[Array, " B"]:
+def _choose(
+    logits: Float[Array, "B vocab"], how: Sampling, key: PRNGKeyArray
+) -> Int[Array, " B"]:
     if how.greedy:
         return jnp.argmax(logits, axis=-1)
     return sample(logits / how.temperature, how.top_k, key, how.top_p)

@@ -82,14 +82,18 @@ class Server:
         cache = model.init_cache(num_slots, 1)
         layers = [layer for layer in cache if isinstance(layer, DeltaCache)]
         if len(layers) < len(cache):
-            raise ValueError("model must have delta-rule layers alone, got one with attention")
+            raise ValueError(
+                "model must have delta-rule layers alone, got one with attention"
+            )
         self.num_slots = num_slots
         self.prefill_tokens = prefill_tokens
         self.end = end
         self.waiting: collections.deque[Request] = collections.deque()
         self.running: dict[int, Request] = {}
         self._graph, self._parameters = nnx.split(model)
-        self._pools = tuple((layer.state.astype(state_dtype), layer.tails) for layer in layers)
+        self._pools = tuple(
+            (layer.state.astype(state_dtype), layer.tails) for layer in layers
+        )
 
     def submit(self, prompt: Sequence[int], length: int) -> Request:
         """Queues a request for `length` tokens behind a prompt; `step` and `run` fill it in."""
@@ -97,7 +101,9 @@ class Server:
             raise ValueError("prompt must have at least one token, got none")
         if length < 1:
             raise ValueError(f"length must be at least 1, got {length}")
-        request = Request(tuple(map(int, prompt)), length, submitted=time.perf_counter())
+        request = Request(
+            tuple(map(int, prompt)), length, submitted=time.perf_counter()
+        )
         self.waiting.append(request)
         return request
 
@@ -161,7 +167,9 @@ class Server:
         for row, request in enumerate(requests):
             tokens[row] = request.tokens[-1]
             slots[row] = _slot(request)
-        chosen, self._pools = _decode(self._graph, self._parameters, self._pools, tokens, slots)
+        chosen, self._pools = _decode(
+            self._graph, self._parameters, self._pools, tokens, slots
+        )
         self._take(requests, chosen)
 
     def _take(self, requests: list[Request], chosen: Array) -> None:

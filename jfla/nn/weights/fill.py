@@ -85,7 +85,9 @@ def collect(
         stacked = stack(parts, tensor.groups)
         if tensor.shape is not None:
             stacked = stacked.reshape(tensor.shape)
-        for name, x in zip(tensor.names, np.split(stacked, len(tensor.names)), strict=True):
+        for name, x in zip(
+            tensor.names, np.split(stacked, len(tensor.names)), strict=True
+        ):
             yield prefix + name, x
 
 
@@ -141,7 +143,9 @@ def _problems(
             wanted = f"must be {list(expected[name])}, got {list(shapes[name])}"
             problems.append(f"misshapen: {name} {wanted}")
         elif checkpoint.dtypes[name] not in _FLOATS:
-            wanted = f"must be one of {', '.join(_FLOATS)}, got {checkpoint.dtypes[name]}"
+            wanted = (
+                f"must be one of {', '.join(_FLOATS)}, got {checkpoint.dtypes[name]}"
+            )
             problems.append(f"misshapen: {name} {wanted}")
     return problems
 

@@ -89,10 +89,14 @@ def _op(settings: dict[str, Any], folder: Path) -> Literal["kda", "gdn"]:
         if model_type == known:
             return op
     known = ", ".join(FLA_MODEL_TYPES.values())
-    raise ValueError(f"model_type must be one of {known}, got {model_type!r} in {folder}")
+    raise ValueError(
+        f"model_type must be one of {known}, got {model_type!r} in {folder}"
+    )
 
 
-def _check_fixed(settings: dict[str, Any], attention: dict[str, Any], folder: Path) -> None:
+def _check_fixed(
+    settings: dict[str, Any], attention: dict[str, Any], folder: Path
+) -> None:
     flat = settings | {f"attn.{name}": value for name, value in attention.items()}
     unknown = []
     for name, taken in _FIXED.items():

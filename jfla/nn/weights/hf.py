@@ -62,7 +62,9 @@ def hf_config(source: Path | Mapping[str, Any]) -> ModelConfig | DeltaLMConfig:
         where = "the settings"
     else:
         path = pathlib.Path(source)
-        file = path if path.suffix == ".json" and path.name != INDEX else config_file(path)
+        file = (
+            path if path.suffix == ".json" and path.name != INDEX else config_file(path)
+        )
         values = read_json(file)
         text = file.read_text(encoding="utf-8")
         where = str(file)
@@ -71,11 +73,15 @@ def hf_config(source: Path | Mapping[str, Any]) -> ModelConfig | DeltaLMConfig:
         return read_fla(values, where)
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         known = ", ".join([*FLA_MODEL_TYPES.values(), *FAMILIES])
-        raise ValueError(f"model_type must be one of {known}, got {model_type!r} in {where}")
+        raise ValueError(
+            f"model_type must be one of {known}, got {model_type!r} in {where}"
+        )
     return read_config(values, text, where)
 
 
-def from_config(source: Path | Mapping[str, Any] | ModelConfig, *, rngs: nnx.Rngs) -> DeltaLM:
+def from_config(
+    source: Path | Mapping[str, Any] | ModelConfig, *, rngs: nnx.Rngs
+) -> DeltaLM:
     """A published model's architecture with fresh weights.
 
     **Arguments:** `source` as in `hf_config`, or a configuration; `rngs`, of the initial weights.
@@ -169,7 +175,11 @@ def _fill_published(
 
 
 def save_hf(
-    model: DeltaLM, path: Path, *, rounded: bool = False, shard_bytes: int = _SHARD_BYTES
+    model: DeltaLM,
+    path: Path,
+    *,
+    rounded: bool = False,
+    shard_bytes: int = _SHARD_BYTES,
 ) -> None:
     """Writes a model in the format that it was published in: `config.json` and weights.
 

@@ -13,12 +13,22 @@ from jfla.nn.models.delta_lm import DeltaLM, DeltaLMConfig
 from jfla.nn.weights.fill import collect, fill
 from jfla.nn.weights.fla_config import to_fla
 from jfla.nn.weights.name_maps import FAMILIES, Family, fla_model
-from jfla.nn.weights.safetensors_io import Checkpoint, Path, import_safetensors, open_checkpoint
+from jfla.nn.weights.safetensors_io import (
+    Checkpoint,
+    Path,
+    import_safetensors,
+    open_checkpoint,
+)
 from jfla.nn.weights.torch_layouts import TensorTable
 
 
 def load_mixer[Mixer: (KimiDeltaAttention, GatedDeltaNet)](
-    mixer: Mixer, path: Path, family: Family, *, prefix: str = "", layer: int | None = None
+    mixer: Mixer,
+    path: Path,
+    family: Family,
+    *,
+    prefix: str = "",
+    layer: int | None = None,
 ) -> Mixer:
     """Fills a layer, in place, with the weights of one layer of a checkpoint.
 
@@ -80,7 +90,9 @@ def save_fla(module: KimiDeltaAttention | GatedDeltaNet | DeltaLM, path: Path) -
     """
     if isinstance(module, DeltaLM):
         if not isinstance(module.config, DeltaLMConfig):
-            raise ValueError("module must be made of a DeltaLMConfig: save_hf writes all others")
+            raise ValueError(
+                "module must be made of a DeltaLMConfig: save_hf writes all others"
+            )
         tensors = dict(collect(module, model_table(module.config)))
         for number, block in enumerate(module.blocks):
             _add_output_gate_bias(tensors, f"model.layers.{number}.attn.", block.mixer)
@@ -103,7 +115,9 @@ def model_table(config: DeltaLMConfig) -> TensorTable:
     return fla_model(config.op, config.num_layers, config.attention_layers)
 
 
-def _add_output_gate_bias(tensors: dict[str, np.ndarray], prefix: str, mixer: nnx.Module) -> None:
+def _add_output_gate_bias(
+    tensors: dict[str, np.ndarray], prefix: str, mixer: nnx.Module
+) -> None:
     """Zeros for a layer without that bias: Flash Linear Attention's layer always has it."""
     if isinstance(mixer, KimiDeltaAttention) and mixer.g_b_proj.bias is None:
         weight = tensors[f"{prefix}g_proj.1.weight"]
@@ -120,6 +134,8 @@ def _prefix_of(checkpoint: Checkpoint, layer: int, holder: str) -> str:
             found.add(match[1])
     if len(found) != 1:
         got = sorted(found) or "none"
-        raise ValueError(f"layer={layer} must have one {holder} in {checkpoint.path}, got {got}")
+        raise ValueError(
+            f"layer={layer} must have one {holder} in {checkpoint.path}, got {got}"
+        )
     (prefix,) = found
     return prefix

@@ -8,7 +8,9 @@ from jfla.nn.layers.kda import KimiDeltaAttention
 from jfla.nn.weights.torch_layouts import StoredTensor, TensorTable, nested
 
 Family = Literal["fla_kda", "fla_gdn", "kimi_linear", "qwen3_next", "qwen3_5"]
-NameMap = Mapping[str, str | tuple[str, ...]]  # of a tensor: the parameters whose rows it stacks
+NameMap = Mapping[
+    str, str | tuple[str, ...]
+]  # of a tensor: the parameters whose rows it stacks
 
 
 class FamilyNames(NamedTuple):
@@ -35,7 +37,9 @@ def table(names: NameMap, grouped: tuple[str, ...] = (), heads: int = 1) -> Tens
 
 _QKV = {f"{x}_proj.weight": f"{x}_proj.kernel" for x in "qkv"}
 _CONVOLUTIONS = {f"{x}_conv1d.weight": f"{x}_conv.kernel" for x in "qkv"}
-_PACKED_CONVOLUTION = {"conv1d.weight": ("q_conv.kernel", "k_conv.kernel", "v_conv.kernel")}
+_PACKED_CONVOLUTION = {
+    "conv1d.weight": ("q_conv.kernel", "k_conv.kernel", "v_conv.kernel")
+}
 _GATE = {
     "A_log": "a_log",
     "dt_bias": "dt_bias",
@@ -86,7 +90,12 @@ _QWEN = {
     "out_proj.weight": "o_proj.kernel",
 }
 _QWEN3_NEXT_PACKED = {
-    "in_proj_qkvz.weight": ("q_proj.kernel", "k_proj.kernel", "v_proj.kernel", "g_proj.kernel"),
+    "in_proj_qkvz.weight": (
+        "q_proj.kernel",
+        "k_proj.kernel",
+        "v_proj.kernel",
+        "g_proj.kernel",
+    ),
     "in_proj_ba.weight": ("b_proj.kernel", "a_proj.kernel"),
 }
 _QWEN3_NEXT = {
@@ -115,7 +124,9 @@ def _kimi_linear(heads: int) -> list[TensorTable]:
     tables = []
     for convolution in (_CONVOLUTIONS, _PACKED_CONVOLUTION):
         for prefix in ("", "forget_gate."):
-            forget_gate = {prefix + name: target for name, target in _KIMI_FORGET_GATE.items()}
+            forget_gate = {
+                prefix + name: target for name, target in _KIMI_FORGET_GATE.items()
+            }
             tables.append(table({**_KIMI, **convolution, **forget_gate}))
     return tables
 
@@ -146,7 +157,9 @@ _FLA_BLOCK = {
 }
 
 
-def fla_model(op: str, num_layers: int, attention_layers: tuple[int, ...]) -> TensorTable:
+def fla_model(
+    op: str, num_layers: int, attention_layers: tuple[int, ...]
+) -> TensorTable:
     """A whole language model of Flash Linear Attention."""
     delta_rule = _FLA_KDA if op == "kda" else _FLA_GDN
     tensors = table(

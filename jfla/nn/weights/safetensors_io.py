@@ -61,12 +61,18 @@ def open_checkpoint(path: Path) -> Iterator[Checkpoint]:
         tensors: dict[str, Any] = {}
         for file in files:
             try:
-                handle = stack.enter_context(safetensors.safe_open(file, framework="np"))
+                handle = stack.enter_context(
+                    safetensors.safe_open(file, framework="np")
+                )
             except safetensors.SafetensorError as error:
-                raise ValueError(f"{file} is not a whole safetensors file: {error}") from error
+                raise ValueError(
+                    f"{file} is not a whole safetensors file: {error}"
+                ) from error
             twice = sorted(tensors.keys() & handle.keys())
             if twice:
-                raise ValueError(f"{file} holds tensors of another shard: {', '.join(twice)}")
+                raise ValueError(
+                    f"{file} holds tensors of another shard: {', '.join(twice)}"
+                )
             tensors |= dict.fromkeys(handle.keys(), handle)
         yield Checkpoint(path, tensors)
 
@@ -112,7 +118,9 @@ def _files(path: pathlib.Path) -> list[pathlib.Path]:
     if path.name.endswith(".index.json"):
         return _shards(path)
     if path.suffix != ".safetensors":
-        raise ValueError(f"path must be a .safetensors file, its index or a directory, got {path}")
+        raise ValueError(
+            f"path must be a .safetensors file, its index or a directory, got {path}"
+        )
     return [path]
 
 
@@ -133,7 +141,9 @@ def _files_in(folder: pathlib.Path) -> list[pathlib.Path]:
 def _shards(index: pathlib.Path) -> list[pathlib.Path]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise ValueError(f"{index} must have a weight_map of tensor names to file names")
+        raise ValueError(
+            f"{index} must have a weight_map of tensor names to file names"
+        )
     # A name with a folder in it could reach any file of the machine.
     strange = {repr(name) for name in weight_map.values() if not _is_shard_name(name)}
     if strange:
@@ -144,7 +154,9 @@ def _shards(index: pathlib.Path) -> list[pathlib.Path]:
     shards = [index.parent / name for name in sorted(set(weight_map.values()))]
     missing = [shard.name for shard in shards if not shard.is_file()]
     if missing:
-        raise FileNotFoundError(f"{index} names shards that are not there: {', '.join(missing)}")
+        raise FileNotFoundError(
+            f"{index} names shards that are not there: {', '.join(missing)}"
+        )
     return shards
 
 

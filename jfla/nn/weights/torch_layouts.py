@@ -175,7 +175,9 @@ def stack(parts: list[np.ndarray], groups: int) -> np.ndarray:
     return x.reshape(-1, *x.shape[2:])
 
 
-def unstack(x: np.ndarray, parts: list[TorchParameter], groups: int) -> list[np.ndarray]:
+def unstack(
+    x: np.ndarray, parts: list[TorchParameter], groups: int
+) -> list[np.ndarray]:
     """The inverse of `stack`."""
     if len(parts) == 1:
         return [x]

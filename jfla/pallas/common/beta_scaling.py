@@ -26,7 +26,9 @@ def write_beta_scaling(beta_smem: Smem, scaling_smem: Smem) -> None:
     write(scaling_smem.at[1], root)
 
 
-def scale_rows_and_columns(x: Reg, scaling_smem: Smem, zero: Index, inverse: bool = False) -> Reg:
+def scale_rows_and_columns(
+    x: Reg, scaling_smem: Smem, zero: Index, inverse: bool = False
+) -> Reg:
     """s x t of x [C, C]; or t x s, for the inverse."""
     rows = scaling_smem[zero + inverse]
     columns = scaling_smem[zero + 1 - inverse]

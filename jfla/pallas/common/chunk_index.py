@@ -14,7 +14,9 @@ from jfla.types import CHUNK
 
 TILE_K = 64  # key channels of one tile
 TILE_V = 64  # columns of V of one tile, and of one consumer warpgroup
-CHANNEL_BLOCK = 128  # of K, and for KDA of V: what one CTA of the gradient kernels takes
+CHANNEL_BLOCK = (
+    128  # of K, and for KDA of V: what one CTA of the gradient kernels takes
+)
 
 
 class ChunkIndex(NamedTuple):
@@ -52,10 +54,16 @@ class ChunkIndex(NamedTuple):
         head = lax.div(self.head, jnp.int32(value_heads // ref_gmem.shape[2]))
         if not isinstance(ref_gmem, PackedRows):
             return use(ref_gmem.at[self.batch, self.tokens, head, columns])
-        place = self.places[self.batch, self.chunk, INPUTS if ref_gmem.is_input else RESULTS]
+        place = self.places[
+            self.batch, self.chunk, INPUTS if ref_gmem.is_input else RESULTS
+        ]
 
         def in_place() -> Any:
-            return use(ref_gmem.tokens.at[self.batch, pl.ds(any_row(place), CHUNK), head, columns])
+            return use(
+                ref_gmem.tokens.at[
+                    self.batch, pl.ds(any_row(place), CHUNK), head, columns
+                ]
+            )
 
         def at_end() -> Any:
             return use(ref_gmem.ends.at[self.batch, -1 - place, :, head, columns])

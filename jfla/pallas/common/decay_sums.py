@@ -28,16 +28,16 @@ _ROW, _COLUMN = np.indices((CHUNK, CHUNK))
 _BLOCK_OF_ROW = _ROW // BLOCK
 # From a block's first token to a row, without that token's own; and from a column to the first token of the next block,
 # or to the chunk's end.
-IN_BLOCK = (_BLOCK_OF_ROW == _COLUMN // BLOCK) & (_COLUMN <= _ROW) & (_COLUMN % BLOCK != 0)
+IN_BLOCK = (
+    (_BLOCK_OF_ROW == _COLUMN // BLOCK) & (_COLUMN <= _ROW) & (_COLUMN % BLOCK != 0)
+)
 TO_NEXT_BLOCK = (_COLUMN > _ROW) & (_COLUMN <= (_BLOCK_OF_ROW + 1) * BLOCK)
 AFTER = _ROW > _COLUMN  # of what a sum over later tokens has
 
 # Rows of `block_spans`: the first number of one a block, where the blocks have it.
 FROM_CHUNK_START = 0  # to the block's first token
 TO_CHUNK_END = 4  # behind the next block's first token
-ON_BY_ONE = (
-    8  # from the next block's first token to that of the one behind it; of the first two blocks
-)
+ON_BY_ONE = 8  # from the next block's first token to that of the one behind it; of the first two blocks
 ON_BY_TWO = 10  # and on to the third; of the first block
 ALL_TOKENS = 11
 WITHIN = 12  # behind the block's first token
@@ -54,7 +54,9 @@ def block_spans() -> np.ndarray:
         spans[TO_CHUNK_END + block] = token > first[block + 1]
         spans[WITHIN + block] = (token > first[block]) & (token < first[block + 1])
     for block in range(NUM_BLOCKS - 2):
-        spans[ON_BY_ONE + block] = (token > first[block + 1]) & (token <= first[block + 2])
+        spans[ON_BY_ONE + block] = (token > first[block + 1]) & (
+            token <= first[block + 2]
+        )
     spans[ON_BY_TWO] = (token > first[2]) & (token <= first[3])
     spans[ALL_TOKENS] = True
     return spans
@@ -83,4 +85,6 @@ def span_numbers(zero: Index) -> Reg:
 
 def stack_matrices(dtype: DTypeLike, *matrices: np.ndarray) -> jax.Array:
     """[len(matrices), rows, C]: float16 to sum log2 decays, bfloat16 to sum anything else."""
-    return jnp.asarray(np.stack(matrices) / (GATE_SCALE if dtype == F16 else 1.0), dtype)
+    return jnp.asarray(
+        np.stack(matrices) / (GATE_SCALE if dtype == F16 else 1.0), dtype
+    )

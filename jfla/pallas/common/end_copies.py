@@ -26,7 +26,9 @@ from jfla.pallas.mgpu.types import Gmem, Index, Layout, Reg
 from jfla.types import CHUNK
 
 CTA_ROWS = 4  # that a warpgroup has in flight
-MAX_ROW_BYTES = 8192  # of a row that a warpgroup has in registers at a time, 64 for each thread
+MAX_ROW_BYTES = (
+    8192  # of a row that a warpgroup has in registers at a time, 64 for each thread
+)
 VECTOR_BYTES = 16  # of a thread's load, at most
 
 
@@ -49,7 +51,9 @@ class End(NamedTuple):
         batch = lax.div(end, num_slots)
         slot = lax.rem(end, num_slots)
         first_row = lax.rem(cta, ctas_per_end) * CTA_ROWS
-        return cls(batch, slot, ends_gmem[batch, slot, 0], ends_gmem[batch, slot, 1], first_row)
+        return cls(
+            batch, slot, ends_gmem[batch, slot, 0], ends_gmem[batch, slot, 1], first_row
+        )
 
     def copy(self, tokens_gmem: Gmem, copies_gmem: Gmem, columns: Index) -> None:
         """From the caller's rows to the copy, with zeros behind the tokens."""
@@ -62,18 +66,24 @@ class End(NamedTuple):
             is_token = jnp.broadcast_to(row < self.num_tokens, x.shape)
             rows.append(jnp.where(is_token, x, jnp.zeros_like(x)))
         for i, x in enumerate(rows):
-            store_from_layout(copies_gmem.at[self.batch, self.slot, self.first_row + i, columns], x)
+            store_from_layout(
+                copies_gmem.at[self.batch, self.slot, self.first_row + i, columns], x
+            )
 
     def give_back(self, tokens_gmem: Gmem, copies_gmem: Gmem, columns: Index) -> None:
         """From the copy to the caller's rows."""
         rows = []
         for i in range(CTA_ROWS):
-            x = _load(copies_gmem.at[self.batch, self.slot, self.first_row + i, columns])
+            x = _load(
+                copies_gmem.at[self.batch, self.slot, self.first_row + i, columns]
+            )
             rows.append(x)
         for i, x in enumerate(rows):
             row = self.first_row + i
             target = tokens_gmem.at[self.batch, self.first_token + row, columns]
-            pl.when(row < self.num_tokens)(functools.partial(store_from_layout, target, x))
+            pl.when(row < self.num_tokens)(
+                functools.partial(store_from_layout, target, x)
+            )
 
 
 def copy_ends(
@@ -132,7 +142,11 @@ def return_ends(
 
 
 def _launch(
-    body: Callable[..., None], inputs: Any, outputs: Any, ends: Int[Array, "B S 2"], name: str
+    body: Callable[..., None],
+    inputs: Any,
+    outputs: Any,
+    ends: Int[Array, "B S 2"],
+    name: str,
 ) -> Any:
     batch, num_slots, _ = ends.shape
     grid = {"cta": batch * num_slots * (CHUNK // CTA_ROWS)}

@@ -46,7 +46,11 @@ def gate_parameters(
     if gate is None:
         return None, None
     a_log = jnp.zeros(heads, F32) if gate.a_log is None else gate.a_log.astype(F32)
-    bias = jnp.zeros((heads, gate_dim), F32) if gate.dt_bias is None else gate.dt_bias.astype(F32)
+    bias = (
+        jnp.zeros((heads, gate_dim), F32)
+        if gate.dt_bias is None
+        else gate.dt_bias.astype(F32)
+    )
     rates = jnp.stack([a_log, jnp.exp(jnp.minimum(a_log, MAX_LOG_RATE))], axis=-1)
     return rates, bias.reshape(heads, gate_dim)
 
@@ -85,9 +89,13 @@ def log2_decay(
 def with_resets(x: Reg, resets: Reg, times: float = 1.0) -> Reg:
     """log2 decay times a constant with the packing of `reset_rows` [C] applied."""
     resets = per_row(resets, x.shape[1])
-    return jnp.where(resets > 0.0, 0.0 * x, jnp.maximum(x + resets * times, STRONGEST * times))
+    return jnp.where(
+        resets > 0.0, 0.0 * x, jnp.maximum(x + resets * times, STRONGEST * times)
+    )
 
 
 def reset_rows(segment_ids: jax.Array, starts: jax.Array) -> jax.Array:
     """[B, T] float32: STRONGEST on the first token of a segment, 1 on padding, which does not decay, else 0."""
-    return jnp.where(segment_ids > 0, jnp.where(starts, STRONGEST, 0.0), 1.0).astype(F32)
+    return jnp.where(segment_ids > 0, jnp.where(starts, STRONGEST, 0.0), 1.0).astype(
+        F32
+    )

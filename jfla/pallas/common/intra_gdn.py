@@ -25,7 +25,13 @@ from jfla.pallas.common.results import IntraResults
 from jfla.pallas.common.token_decay import pair_decay
 from jfla.pallas.context import interpreting
 from jfla.pallas.machine import on_hopper
-from jfla.pallas.mgpu.copies import Copies, commit_smem, store_tile, wait_for_stores, write
+from jfla.pallas.mgpu.copies import (
+    Copies,
+    commit_smem,
+    store_tile,
+    wait_for_stores,
+    write,
+)
 from jfla.pallas.mgpu.iota import iota2d, iota_smem, per_column, per_row, write_iota
 from jfla.pallas.mgpu.layouts import COLS, ROWS
 from jfla.pallas.mgpu.mma import dot, zeros
@@ -35,7 +41,14 @@ from jfla.pallas.mgpu.scheduler import TileScheduler, WorkTile
 from jfla.pallas.mgpu.smem import F16, F32, tile_smem, transposed
 from jfla.pallas.mgpu.triangular import TriangularInverse
 from jfla.pallas.mgpu.types import Barrier, Gmem, Index, MemorySpec, Reg, Smem
-from jfla.stages import CHUNK_DECAY, K_FROM_START, K_TO_END, Q_FROM_START, FactoredQK, IntraChunk
+from jfla.stages import (
+    CHUNK_DECAY,
+    K_FROM_START,
+    K_TO_END,
+    Q_FROM_START,
+    FactoredQK,
+    IntraChunk,
+)
 from jfla.types import CHUNK
 
 # Rows of token_inputs.
@@ -156,7 +169,9 @@ def write_row_factors(ctx: IntraGdnWarpgroup) -> None:
     qk_norm = ctx.spec.options.qk_norm
     log2_decay = plgpu.load(vectors.token_inputs.at[LOG2_DECAY], layout=COLS)
     columns = pin(per_column(log2_decay, CHUNK))
-    log2_cum = jnp.sum(jnp.where(ctx.lower_mask(), columns, zeros(CHUNK, CHUNK)), axis=1)
+    log2_cum = jnp.sum(
+        jnp.where(ctx.lower_mask(), columns, zeros(CHUNK, CHUNK)), axis=1
+    )
     write(vectors.token_scalars.at[LOG2_CUM], log2_cum)
     if qk_norm:
         ctx.qk.write_square_norms(0)
@@ -208,7 +223,9 @@ def compute_a(ctx: IntraGdnWarpgroup, intra_gmem: IntraChunk) -> None:
     beta_scaling = ctx.vectors.beta_scaling
     a_qk_smem = ctx.qk.q.at[ctx.opaque_index(0)]
     a_inv_smem = ctx.qk.k.at[ctx.opaque_index(0)]
-    qk_dots = decayed_dots(ctx, Q)  # before the mask, which would be live across the dots
+    qk_dots = decayed_dots(
+        ctx, Q
+    )  # before the mask, which would be live across the dots
     a_qk = jnp.where(ctx.lower_mask(), qk_dots, zeros(CHUNK, CHUNK))
     a_qk_smem[...] = a_qk.astype(a_qk_smem.dtype)
     commit_smem()
@@ -221,7 +238,10 @@ def compute_a(ctx: IntraGdnWarpgroup, intra_gmem: IntraChunk) -> None:
 
 
 def intra_of_chunk(
-    ctx: IntraGdnWarpgroup, gmem: IntraGdnInputs, out_gmem: IntraGdnOutputs, ready_flags: ReadyFlags
+    ctx: IntraGdnWarpgroup,
+    gmem: IntraGdnInputs,
+    out_gmem: IntraGdnOutputs,
+    ready_flags: ReadyFlags,
 ) -> None:
     """Everything that a warpgroup does with a chunk."""
     index = ctx.qk.index
@@ -331,7 +351,9 @@ def _warpgroup(
         k=k_smem,
         square_norms=vectors.square_norms,
     )
-    return IntraGdnWarpgroup(spec, wg, work, qk, lower_smem, scratch_smem, vectors, barriers)
+    return IntraGdnWarpgroup(
+        spec, wg, work, qk, lower_smem, scratch_smem, vectors, barriers
+    )
 
 
 def _own_tiles(tiles_smem: Smem, row: Index, last_tile: Index) -> tuple[Smem, Smem]:
@@ -393,5 +415,7 @@ def _barriers(spec: IntraGdnSpec) -> Barriers | None:
         return None
     copies_of_qk = 2 * spec.num_tiles * spec.loads_qk
     return Barriers(
-        loaded=plgpu.Barrier(num_arrivals=1 + copies_of_qk, num_barriers=spec.wgs_per_cta),
+        loaded=plgpu.Barrier(
+            num_arrivals=1 + copies_of_qk, num_barriers=spec.wgs_per_cta
+        ),
     )

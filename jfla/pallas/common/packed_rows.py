@@ -13,7 +13,9 @@ from jfla.packing import num_aligned_chunks
 from jfla.pallas.mgpu.types import Gmem
 from jfla.types import CHUNK
 
-INPUTS, RESULTS = range(2)  # of `PackedRows.places`: padding is read elsewhere than it is written
+INPUTS, RESULTS = range(
+    2
+)  # of `PackedRows.places`: padding is read elsewhere than it is written
 
 Rows = Any  # [B, T, heads, D]: an array of whole chunks, or `PackedRows`
 
@@ -26,7 +28,9 @@ class PackedRows(NamedTuple):
 
     tokens: Gmem  # [B, T, heads, D]
     ends: Gmem  # [B, slots, C, heads, D]
-    places: Gmem = None  # [B, N, 2] int32: `SegmentChunks.places`; None of results of kernels
+    places: Gmem = (
+        None  # [B, N, 2] int32: `SegmentChunks.places`; None of results of kernels
+    )
     most_chunks: Gmem = (
         None  # [1] int32: chunks with tokens, of the row that has most; not of results
     )
@@ -70,4 +74,6 @@ def rows_like(x: Rows, shape: tuple[int, ...], dtype: DTypeLike) -> Rows:
     if not isinstance(x, PackedRows):
         return jax.ShapeDtypeStruct(shape, dtype)
     lead = (x.tokens.shape[:2], x.ends.shape[:3])
-    return PackedRows(*[jax.ShapeDtypeStruct((*first, *shape[2:]), dtype) for first in lead])
+    return PackedRows(
+        *[jax.ShapeDtypeStruct((*first, *shape[2:]), dtype) for first in lead]
+    )

@@ -11,7 +11,12 @@ from jax.experimental import pallas as pl
 from jfla.gates import NORM_EPSILON
 from jfla.pallas.common.chunk_index import TILE_K, ChunkIndex
 from jfla.pallas.common.decay_sums import GATE_SCALE
-from jfla.pallas.common.gate import STRONGEST_OF_CHANNEL, GateKind, log2_decay, with_resets
+from jfla.pallas.common.gate import (
+    STRONGEST_OF_CHANNEL,
+    GateKind,
+    log2_decay,
+    with_resets,
+)
 from jfla.pallas.mgpu.copies import Copies, commit_smem, load_with_layout
 from jfla.pallas.mgpu.iota import iota2d, per_column, per_row
 from jfla.pallas.mgpu.layouts import WGMMA
@@ -91,7 +96,9 @@ class QkTiles(NamedTuple):
                 if gmem is None or n < self.num_tiles:
                     y = tiles[tile ^ n]
                 else:
-                    y = self.for_rows(gmem[which], tile ^ n, lambda x: load_with_layout(x, WGMMA))
+                    y = self.for_rows(
+                        gmem[which], tile ^ n, lambda x: load_with_layout(x, WGMMA)
+                    )
                 total += y.astype(F32) * y.astype(F32)
             self.square_norms.at[which, tile][...] = jnp.sum(total, axis=1)
 
@@ -101,7 +108,9 @@ class QkTiles(NamedTuple):
 
     def inv_norm(self, which: int) -> Reg:
         """[C]: 1 / norm of each row of q or k, under qk_norm."""
-        lines = [self.square_norms[which, tile] for tile in range(self.square_norms.shape[1])]
+        lines = [
+            self.square_norms[which, tile] for tile in range(self.square_norms.shape[1])
+        ]
         return lax.rsqrt(functools.reduce(jnp.add, lines) + NORM_EPSILON)
 
     def scaled(self, which: int, tile: Index) -> Reg:
@@ -111,28 +120,39 @@ class QkTiles(NamedTuple):
             x = x * per_row(self.inv_norm(which), TILE_K)
         return x * self.scale(which) if which == Q else x
 
-    def load_raw_gate(self, gmem: QkgOperands, tile: Index, layout: Layout = WGMMA) -> Reg:
+    def load_raw_gate(
+        self, gmem: QkgOperands, tile: Index, layout: Layout = WGMMA
+    ) -> Reg:
         """A tile of g as the caller passed it, straight from global memory."""
         if layout == WGMMA:
             return self.for_rows(gmem.g, tile, load_rows)
         return self.for_rows(gmem.g, tile, lambda x: load_with_layout(x, layout))
 
     def write_decays(
-        self, tile: Index, gmem: QkgOperands, bias_smem: Smem, resets_smem: Smem, decay_smem: Smem
+        self,
+        tile: Index,
+        gmem: QkgOperands,
+        bias_smem: Smem,
+        resets_smem: Smem,
+        decay_smem: Smem,
     ) -> None:
         """A tile of the gate, as the caller passed it, to `scaled_log2_decay` in shared memory."""
         raw = self.load_raw_gate(gmem, tile)
         decay_smem[...] = self.scaled_log2_decay(raw, gmem, bias_smem, resets_smem)
         commit_smem()
 
-    def scaled_log2_decay(self, raw: Reg, gmem: QkgOperands, bias_smem: Smem, resets: Smem) -> Reg:
+    def scaled_log2_decay(
+        self, raw: Reg, gmem: QkgOperands, bias_smem: Smem, resets: Smem
+    ) -> Reg:
         """float16 log2 decay times GATE_SCALE of a tile of raw gate input, with packing applied.
 
         `bias_smem` is the tile's [64], `resets` the chunk's [C], either None.
         """
         head = self.index.head
         bias = None if bias_smem is None else per_column(bias_smem[...], CHUNK)
-        rate = None if self.options.no_gate else (gmem.rates[head, 0], gmem.rates[head, 1])
+        rate = (
+            None if self.options.no_gate else (gmem.rates[head, 0], gmem.rates[head, 1])
+        )
         decay = log2_decay(
             self.options.gate,
             raw.astype(F32),

@@ -161,7 +161,9 @@ def _diagonal(thread: Thread) -> _Pairs:
         element = arith.select(here, mosaic.c(1.0, f32), mosaic.c(0.0, f32))
         pair = vector.insert(element, pair, dynamic_position=[], static_position=[n])
     zero = _splat(0.0)
-    return {(column, half): pair if column == half else zero for column, half in _EVERY_PART}
+    return {
+        (column, half): pair if column == half else zero for column, half in _EVERY_PART
+    }
 
 
 def _multiply(acc: _Pairs, a: _Pairs, b_transposed: _Pairs) -> _Pairs:
@@ -170,7 +172,9 @@ def _multiply(acc: _Pairs, a: _Pairs, b_transposed: _Pairs) -> _Pairs:
     out = {}
     for column in range(2):
         right = [b_transposed[0, column], b_transposed[1, column]]
-        sums = [_element(acc[column, half], n) for half in range(HALVES) for n in range(2)]
+        sums = [
+            _element(acc[column, half], n) for half in range(HALVES) for n in range(2)
+        ]
         results = _mma_sync(left, right, sums)
         for half in range(HALVES):
             out[column, half] = _pair(*results[2 * half : 2 * half + 2])

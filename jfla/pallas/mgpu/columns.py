@@ -37,7 +37,9 @@ def split_columns(x: Reg, columns: int) -> list[Reg]:
 
         def block(i: int) -> Fragments:
             first = i * columns // PART
-            own = {(n, half): registers[first + n, half] for n, half in parts_of(columns)}
+            own = {
+                (n, half): registers[first + n, half] for n, half in parts_of(columns)
+            }
             return from_parts(own)
 
         return [block(i) for i in range(count)]
@@ -63,7 +65,9 @@ def join_columns(blocks: list[Reg], count: int | None = None, first: int = 0) ->
             for (n, half), register in parts(block).items():
                 registers[i * columns // PART + n, half] = register
         zero = utils.c(0, next(iter(registers.values())).type)
-        return from_parts({part: registers.get(part, zero) for part in parts_of(shape[1])})
+        return from_parts(
+            {part: registers.get(part, zero) for part in parts_of(shape[1])}
+        )
 
     return join(*blocks)  # pyright: ignore[reportCallIssue]
 
@@ -85,7 +89,9 @@ def widened(x: Reg) -> Reg:
             low = arith.shli(bits, utils.c(16, i32))
             high = arith.andi(bits, utils.c(-65536, i32))
             for n, part in enumerate((low, high)):
-                both = vector.insert(part, both, dynamic_position=[], static_position=[n])
+                both = vector.insert(
+                    part, both, dynamic_position=[], static_position=[n]
+                )
             return vector.bitcast(pair_type, both)
 
         return from_parts({part: wide(pair) for part, pair in parts(x).items()})

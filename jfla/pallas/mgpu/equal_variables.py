@@ -18,7 +18,9 @@ def equal_variables(system: constraints.ConstraintSystem) -> dict[Var, list[Var]
         match constraint:
             case constraints.Equals(lhs=Var() as left, rhs=Var() as right):
                 _unite(classes, left, right)
-    return {v: [other for other in members if other != v] for v, members in classes.items()}
+    return {
+        v: [other for other in members if other != v] for v, members in classes.items()
+    }
 
 
 def _unite(classes: dict[Var, list[Var]], left: Var, right: Var) -> None:

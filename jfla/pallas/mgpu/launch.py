@@ -95,7 +95,9 @@ def untracked(kernel: Callable[..., Any], operands: list[Any]) -> Any:
     """
     if not any(jax.typeof(x).manual_axis_type.varying for x in operands):
         return kernel(*operands)
-    traced = jax.make_jaxpr(kernel)(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands))
+    traced = jax.make_jaxpr(kernel)(
+        *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands)
+    )
     return eval_jaxpr(traced.jaxpr, traced.consts, *operands)
 
 
@@ -110,7 +112,9 @@ def _check_threads(name: str, num_warpgroups: int) -> None:
     processors = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
         processors = len(os.sched_getaffinity(0))
-    processors = int(os.environ.get("NPROC") or processors)  # XLA reads this variable, too
+    processors = int(
+        os.environ.get("NPROC") or processors
+    )  # XLA reads this variable, too
     threads = max(processors, jax.local_device_count())
     if threads < num_warpgroups:
         raise RuntimeError(
@@ -121,6 +125,8 @@ def _check_threads(name: str, num_warpgroups: int) -> None:
         )
 
 
-def allocate(body: Callable[[Any, Any], None], smem: MemorySpec, barriers: MemorySpec) -> None:
+def allocate(
+    body: Callable[[Any, Any], None], smem: MemorySpec, barriers: MemorySpec
+) -> None:
     """Inside a kernel: runs `body(smem, barriers)` with this shared memory, one allocation for all warpgroups."""
     pl.run_scoped(body, smem, barriers, collective_axes="wg")

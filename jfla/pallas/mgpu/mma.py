@@ -19,7 +19,9 @@ from jfla.pallas.mgpu.opaque import pin
 from jfla.pallas.mgpu.smem import F32
 from jfla.pallas.mgpu.types import Reg, Smem
 
-Operand = Any  # of a matmul: Reg or Smem on the left, Smem on the right, both of 16 bits
+Operand = (
+    Any  # of a matmul: Reg or Smem on the left, Smem on the right, both of 16 bits
+)
 
 
 def load(ref: Smem) -> Reg:
@@ -52,7 +54,10 @@ def dots(*sums: tuple[Any, ...]) -> list[Reg]:
     Interpret mode simulates no wgmma with an operand in registers, so there they are plain dots.
     """
     if interpreting():
-        return [sum((_product(a, b) for a, b in products), start=acc) for acc, *products in sums]
+        return [
+            sum((_product(a, b) for a, b in products), start=acc)
+            for acc, *products in sums
+        ]
     if not on_hopper():
         return [_dot_sync(acc, products) for acc, *products in sums]
 
@@ -66,11 +71,15 @@ def dots(*sums: tuple[Any, ...]) -> list[Reg]:
     return _pin_results(results)
 
 
-def dots_while(work: Callable[[], Any], *sums: list[tuple[Operand, Smem]]) -> tuple[list[Reg], Any]:
+def dots_while(
+    work: Callable[[], Any], *sums: list[tuple[Operand, Smem]]
+) -> tuple[list[Reg], Any]:
     """Every sum of a @ b, from zero; and what `work` returns, computed while the tensor cores are busy."""
     shapes = [(products[0][0].shape[0], products[0][1].shape[1]) for products in sums]
     if interpreting() or not on_hopper():
-        return dots(*[(zeros(*shape), *products) for shape, products in zip(shapes, sums)]), work()
+        return dots(
+            *[(zeros(*shape), *products) for shape, products in zip(shapes, sums)]
+        ), work()
 
     def body(*accumulators: Any) -> tuple[list[Reg], Any]:
         for accumulator, products in zip(accumulators, sums):
@@ -94,7 +103,9 @@ def short_dot(acc: Reg, *products: tuple[Operand, Smem], first_column: int = 0) 
     return _dot_sync(acc, products, first_column)
 
 
-def _dot_sync(acc: Reg, products: Sequence[tuple[Operand, Smem]], first_column: int = 0) -> Reg:
+def _dot_sync(
+    acc: Reg, products: Sequence[tuple[Operand, Smem]], first_column: int = 0
+) -> Reg:
     for a, b in products:
         acc = mma_sync(acc, a, b, first_column)
     return acc

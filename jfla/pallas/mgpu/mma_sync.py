@@ -33,7 +33,9 @@ def mma_sync(acc: Reg, a: Reg | Smem, b: Smem, first_column: int = 0) -> Reg:
     tile: Any = plgpu.RefType(tile_transforms(b_smem.dtype))
     out: Any = plgpu.ShapeDtypeStruct(acc.shape, acc.dtype, WGMMA)
 
-    @plgpu.inline_mgpu(arg_types=(WGMMA, WGMMA if in_registers else tile, tile), return_type=out)
+    @plgpu.inline_mgpu(
+        arg_types=(WGMMA, WGMMA if in_registers else tile, tile), return_type=out
+    )
     def run(_: Any, acc: Fragments, a: Fragments, b: Any) -> Fragments:
         layouts = mosaic.MMALayouts(b_smem.dtype)
         acc_layout = acc.layout
@@ -85,7 +87,9 @@ def _renumbered(x: Fragments, layout: Any, tile: tuple[int, int]) -> Fragments:
         return x
     rows, columns = tile
     shape = layout.registers_shape(tile)
-    registers = np.full(layout.registers_shape(x.shape), x.registers.flat[0], dtype=object)
+    registers = np.full(
+        layout.registers_shape(x.shape), x.registers.flat[0], dtype=object
+    )
     out = mosaic.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
     for row in range(0, x.shape[0], rows):
         for column in range(0, x.shape[1], columns):

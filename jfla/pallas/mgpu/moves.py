@@ -36,7 +36,9 @@ from jfla.pallas.mgpu.thread import (
 )
 from jfla.pallas.mgpu.types import Gmem, Reg, Smem
 
-VECTOR_BYTES = 16  # eight neighbours of a row; the swizzle exchanges the vectors of a row
+VECTOR_BYTES = (
+    16  # eight neighbours of a row; the swizzle exchanges the vectors of a row
+)
 VECTORS = SWIZZLE_BYTES // VECTOR_BYTES  # of a row of 64 columns
 
 
@@ -134,7 +136,9 @@ def store_transposed_f32(x: Reg, rows_gmem: Gmem) -> None:
         address = _transposed_addresses(rows)
         for (column, half), register in parts(x).items():
             for n in range(2):
-                element = vector.extract(register, dynamic_position=[], static_position=[n])
+                element = vector.extract(
+                    register, dynamic_position=[], static_position=[n]
+                )
                 llvm.store(element, address(column, half, n))
 
     store(x, rows_gmem)  # pyright: ignore[reportCallIssue]
@@ -157,7 +161,9 @@ def load_transposed_f32(rows_gmem: Gmem) -> Reg:
             pair = undefined
             for n in range(2):
                 element = llvm.load(f32, address(column, half, n))
-                pair = vector.insert(element, pair, dynamic_position=[], static_position=[n])
+                pair = vector.insert(
+                    element, pair, dynamic_position=[], static_position=[n]
+                )
             registers[column, half] = pair
         return from_parts(registers)
 
@@ -169,13 +175,17 @@ def _transposed_addresses(rows: Any) -> Any:
     thread = Thread()
     f32 = ir.F32Type.get()
     (stride, _), _ = ir.MemRefType(rows.type).get_strides_and_offset()
-    pointer = llvm.addrspacecast(llvm.PointerType.get(address_space=1), utils.memref_ptr(rows))
+    pointer = llvm.addrspacecast(
+        llvm.PointerType.get(address_space=1), utils.memref_ptr(rows)
+    )
     channel = multiply_add(thread.warp, BLOCK_ROWS, thread.row)
     base = pointer_at(pointer, multiply_add(thread.column, stride, channel), f32)
     return functools.partial(_transposed_address, base, stride)
 
 
-def _transposed_address(base: Scalar, stride: int, column: int, half: int, n: int) -> Scalar:
+def _transposed_address(
+    base: Scalar, stride: int, column: int, half: int, n: int
+) -> Scalar:
     moved = (column * PART + n) * stride + half * PART
     return pointer_at(base, moved, ir.F32Type.get())
 
@@ -185,7 +195,9 @@ class _Addresses:
 
     def __init__(self, tile: Any, row: Scalar) -> None:
         self.byte = ir.IntegerType.get_signless(8)
-        (self._rows, self._columns, *_), _ = ir.MemRefType(tile.type).get_strides_and_offset()
+        (self._rows, self._columns, *_), _ = ir.MemRefType(
+            tile.type
+        ).get_strides_and_offset()
         self._row = row
         self._base = pointer_at(
             utils.memref_ptr(tile), arith.muli(row, i32(SWIZZLE_BYTES)), self.byte

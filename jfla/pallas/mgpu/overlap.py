@@ -76,8 +76,12 @@ class PendingResults(NamedTuple):
 
     def placeholders(self) -> Any:
         """The results with a `Placeholder` for every output."""
-        named = lambda path, x: Placeholder(jax.tree_util.keystr(path), x.shape, x.dtype)
-        return self.resolve(jax.tree_util.tree_map_with_path(named, self.kernel.outputs))
+        named = lambda path, x: Placeholder(
+            jax.tree_util.keystr(path), x.shape, x.dtype
+        )
+        return self.resolve(
+            jax.tree_util.tree_map_with_path(named, self.kernel.outputs)
+        )
 
 
 def run(pending: PendingResults) -> Any:
@@ -115,7 +119,9 @@ def overlap(
     consuming = consume(producing.placeholders())
     producer = producing.kernel
     consumer = consuming.kernel
-    consumer_arrays = jax.tree.map(lambda x: None if _is_placeholder(x) else x, consumer.inputs)
+    consumer_arrays = jax.tree.map(
+        lambda x: None if _is_placeholder(x) else x, consumer.inputs
+    )
 
     def body(inputs_gmem: Any, outputs_gmem: Any, _smem: Any, _barriers: Any) -> None:
         producer_inputs, consumer_inputs = inputs_gmem
@@ -151,7 +157,9 @@ def overlap(
     return producing.resolve(outputs[0]), consuming.resolve(outputs[1])
 
 
-def _run_role(kernel: Kernel, inputs: Any, outputs: Any, cta: Index, flags: ReadyFlags) -> None:
+def _run_role(
+    kernel: Kernel, inputs: Any, outputs: Any, cta: Index, flags: ReadyFlags
+) -> None:
     def body(smem: Any, barriers: Any) -> None:
         kernel.body(inputs, outputs, smem, barriers, cta, flags)
 
@@ -169,5 +177,6 @@ def _is_placeholder(x: Any) -> bool:
 
 def _by_name(outputs: Any) -> dict[str, Gmem]:
     return {
-        jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(outputs)
+        jax.tree_util.keystr(path): x
+        for path, x in jax.tree_util.tree_leaves_with_path(outputs)
     }

@@ -38,10 +38,17 @@ class RowTileTransform(TileTransform):
         strides, offset = of_array.get_strides_and_offset()
         *lead, row_stride, column_stride = strides
         shape = list(self.transform_gmem_shape(of_array.shape))
-        tile_strides = [ROWS * row_stride, shape[-1] * column_stride, row_stride, column_stride]
+        tile_strides = [
+            ROWS * row_stride,
+            shape[-1] * column_stride,
+            row_stride,
+            column_stride,
+        ]
         strides = [*lead, *tile_strides]
         layout = ir.StridedLayoutAttr.get(offset, strides)
-        tiled = ir.MemRefType.get(shape, of_array.element_type, layout, of_array.memory_space)
+        tiled = ir.MemRefType.get(
+            shape, of_array.element_type, layout, of_array.memory_space
+        )
         return memref.reinterpret_cast(
             tiled, ref, [], [], [],
             static_offsets=[offset],

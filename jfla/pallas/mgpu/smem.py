@@ -43,4 +43,6 @@ def transposed(ref: Smem) -> Smem:
 
 def num_bytes(specs: MemorySpec) -> int:
     """Bytes of all buffers of a pytree."""
-    return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in jax.tree.leaves(specs))
+    return sum(
+        math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in jax.tree.leaves(specs)
+    )

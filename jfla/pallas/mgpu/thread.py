@@ -72,7 +72,9 @@ def pointer_at(ptr: Scalar, elements: Scalar | int, element: Any) -> Scalar:
 
 def parts_of(columns: int) -> list[tuple[int, int]]:
     """(column of parts, half) of an array of so many columns, in the order of its registers."""
-    return [(column, half) for column in range(columns // PART) for half in range(HALVES)]
+    return [
+        (column, half) for column in range(columns // PART) for half in range(HALVES)
+    ]
 
 
 def parts(x: Fragments) -> dict[tuple[int, int], Any]:
@@ -87,5 +89,7 @@ def from_parts(registers: dict[tuple[int, int], Any]) -> Fragments:
     flat = [registers[part] for part in parts_of(columns)]
     shape = layout.registers_shape((TILE_ROWS, columns))
     return mosaic.FragmentedArray(
-        _registers=np.array(flat, dtype=object).reshape(shape), _layout=layout, _is_signed=None
+        _registers=np.array(flat, dtype=object).reshape(shape),
+        _layout=layout,
+        _is_signed=None,
     )

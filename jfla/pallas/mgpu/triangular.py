@@ -9,7 +9,12 @@ entries of N and X are bounded by beta |k_i| |k_j|. Up to blocks of 16 every war
 
 from typing import NamedTuple
 
-from jfla.pallas.mgpu.block_inverse import BLOCK_LEVELS, LEVELS, inverse_of_blocks, square_at
+from jfla.pallas.mgpu.block_inverse import (
+    BLOCK_LEVELS,
+    LEVELS,
+    inverse_of_blocks,
+    square_at,
+)
 from jfla.pallas.mgpu.copies import commit_smem, write
 from jfla.pallas.mgpu.mma import dot, load, zeros
 from jfla.pallas.mgpu.smem import F16

@@ -90,7 +90,9 @@ def store_columns(x: Reg, vectors_smem: Smem) -> None:
             for n in range(2):
                 vector_number = column * PART + n
                 if vector_number < count:
-                    moved = pointer_at(ptr, vector_number * TILE_ROWS + half * PART, f32)
+                    moved = pointer_at(
+                        ptr, vector_number * TILE_ROWS + half * PART, f32
+                    )
                     llvm.store(_element(register, n), moved)
 
     store(x, vectors_smem)  # pyright: ignore[reportCallIssue]
@@ -128,8 +130,12 @@ def mask_behind(x: Reg, block: int, which: int, strictly: bool) -> Reg:
             register = all_parts[which * BLOCK_ROWS // PART + column, half]
             masked = register
             for n in range(2):
-                element = arith.select(kept(column, half, n), _element(register, n), zero)
-                masked = vector.insert(element, masked, dynamic_position=[], static_position=[n])
+                element = arith.select(
+                    kept(column, half, n), _element(register, n), zero
+                )
+                masked = vector.insert(
+                    element, masked, dynamic_position=[], static_position=[n]
+                )
             registers[column, half] = masked
         return from_parts(registers)
 

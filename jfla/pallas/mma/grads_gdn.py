@@ -39,7 +39,14 @@ from jfla.pallas.mgpu.mma import dot, dots, load, zeros
 from jfla.pallas.mgpu.opaque import pin, zero_operand
 from jfla.pallas.mgpu.smem import F32, tile_smem, transposed
 from jfla.pallas.mgpu.types import Gmem, Index, MemorySpec, Reg, Smem
-from jfla.stages import CHUNK_DECAY, K_FROM_START, K_TO_END, Q_FROM_START, FactoredQK, ScanResults
+from jfla.stages import (
+    CHUNK_DECAY,
+    K_FROM_START,
+    K_TO_END,
+    Q_FROM_START,
+    FactoredQK,
+    ScanResults,
+)
 from jfla.types import CHUNK
 
 DO, DV, V_NEW = range(3)  # of SharedStorage.values
@@ -109,7 +116,9 @@ def load_states(ctx: GradsGdnCta, v_tile: Index, tile: Index, copies: Copies) ->
     columns = pl.ds(tile * TILE_K, TILE_K)
     scans = ctx.gmem.scans
     for which, source in ((STATE, scans.states), (DSTATE, scans.dstates)):
-        copies.start(ctx.index.tile(source).at[rows, columns], ctx.smem.states.at[which])
+        copies.start(
+            ctx.index.tile(source).at[rows, columns], ctx.smem.states.at[which]
+        )
 
 
 def write_pair_weights(ctx: GradsGdnCta, num_v_tiles: int) -> None:
@@ -122,7 +131,9 @@ def write_pair_weights(ctx: GradsGdnCta, num_v_tiles: int) -> None:
         copies.wait()
         v_new = transposed(ctx.smem.values.at[V_NEW])
         w_q, w_k = sums
-        return dot(w_q, (ctx.smem.values.at[DO], v_new)), dot(w_k, (ctx.smem.values.at[DV], v_new))
+        return dot(w_q, (ctx.smem.values.at[DO], v_new)), dot(
+            w_k, (ctx.smem.values.at[DV], v_new)
+        )
 
     zero = zeros(CHUNK, CHUNK)
     sums = lax.fori_loop(0, num_v_tiles, add, (zero, zero))
@@ -136,7 +147,9 @@ def write_weights(ctx: GradsGdnCta, which: int, weights: Reg) -> None:
     zero = zeros(CHUNK, CHUNK)
     token_scalars = ctx.smem.token_scalars
     row, column = ctx.tokens()
-    ctx.smem.diagonals.at[which][...] = jnp.sum(jnp.where(row == column, weights, zero), axis=1)
+    ctx.smem.diagonals.at[which][...] = jnp.sum(
+        jnp.where(row == column, weights, zero), axis=1
+    )
     weights = weights * pair_decay(token_scalars.at[LOG2_CUM])
     weights = weights * (ctx.options.scale if which == Q else -1.0)
     if ctx.options.qk_norm:
@@ -155,7 +168,9 @@ class SumsOverV(NamedTuple):
     dq: Reg  # [C, 64]: do S^T
     dk: Reg  # [C, 64]: dv S^T
     dk_to_end: Reg  # [C, 64]: v_new dS^T
-    state_dot_dstate: Reg  # [64]: sums of S * dS; all of them together belong to the chunk
+    state_dot_dstate: (
+        Reg  # [64]: sums of S * dS; all of them together belong to the chunk
+    )
 
 
 def sums_over_v(ctx: GradsGdnCta, tile: Index, num_v_tiles: int) -> SumsOverV:
@@ -175,14 +190,18 @@ def sums_over_v(ctx: GradsGdnCta, tile: Index, num_v_tiles: int) -> SumsOverV:
             (sums.dk, (ctx.smem.values.at[DV], state)),
             (sums.dk_to_end, (ctx.smem.values.at[V_NEW], dstate)),
         )
-        return SumsOverV(dq, dk, dk_to_end, sums.state_dot_dstate + jnp.sum(product, axis=1))
+        return SumsOverV(
+            dq, dk, dk_to_end, sums.state_dot_dstate + jnp.sum(product, axis=1)
+        )
 
     zero = zeros(CHUNK, TILE_K)
     zero_rows = plgpu.layout_cast(jnp.zeros(TILE_K, F32), ROWS)
     return lax.fori_loop(0, num_v_tiles, add, SumsOverV(zero, zero, zero, zero_rows))
 
 
-def store_tile_grads(ctx: GradsGdnCta, tile: Index, sums: SumsOverV, out_gmem: KernelGrads) -> None:
+def store_tile_grads(
+    ctx: GradsGdnCta, tile: Index, sums: SumsOverV, out_gmem: KernelGrads
+) -> None:
     """dq and dk of 64 channels, and what they add to `g_terms`."""
     q_smem = ctx.smem.qk.at[Q]
     k_smem = ctx.smem.qk.at[K]
@@ -190,7 +209,9 @@ def store_tile_grads(ctx: GradsGdnCta, tile: Index, sums: SumsOverV, out_gmem: K
     w_k = ctx.smem.weights.at[K]
     dq = dot(ctx.row_factor(Q_FROM_START) * sums.dq, (w_q, k_smem))
     dk_as_row = dot(-ctx.row_factor(K_FROM_START) * sums.dk, (w_k, k_smem))
-    dk_as_column = dot(zeros(CHUNK, TILE_K), (transposed(w_q), q_smem), (transposed(w_k), k_smem))
+    dk_as_column = dot(
+        zeros(CHUNK, TILE_K), (transposed(w_q), q_smem), (transposed(w_k), k_smem)
+    )
     dk_to_end = ctx.row_factor(K_TO_END) * sums.dk_to_end
     q = _load_f32(q_smem)
     k = _load_f32(k_smem)
@@ -199,7 +220,11 @@ def store_tile_grads(ctx: GradsGdnCta, tile: Index, sums: SumsOverV, out_gmem: K
     # two cancel.
     up_to = jnp.sum(q * dq + k * (dk_as_row - dk_as_column), axis=1)
     after = jnp.sum(k * dk_to_end, axis=1)
-    for term, x in ((G_UP_TO, up_to), (G_AFTER, after), (G_CHUNK, sums.state_dot_dstate)):
+    for term, x in (
+        (G_UP_TO, up_to),
+        (G_AFTER, after),
+        (G_CHUNK, sums.state_dot_dstate),
+    ):
         line = ctx.smem.g_terms.at[term]
         line[...] = plgpu.load(line, layout=ROWS) + x
     # The diagonal of W_q, which no decay multiplies.
@@ -272,11 +297,16 @@ def grads_gdn(
     grid = ChunkGrid(batch, heads, n_chunks)
 
     def body(
-        gmem: GradsGdnInputs, out_gmem: KernelGrads, smem: SharedStorage, barriers: tuple
+        gmem: GradsGdnInputs,
+        out_gmem: KernelGrads,
+        smem: SharedStorage,
+        barriers: tuple,
     ) -> None:
         del barriers
         index = grid(lax.axis_index("cta"), places_of(gmem.qk.q))
-        run_chunk(GradsGdnCta(options, index, heads, gmem, smem, gmem.zero[0]), out_gmem)
+        run_chunk(
+            GradsGdnCta(options, index, heads, gmem, smem, gmem.zero[0]), out_gmem
+        )
 
     per_channel = (batch, n_chunks * CHUNK, heads, key_dim)
     dx = rows_like(qk.q, per_channel, F32 if options.qk_norm else out_dtype)

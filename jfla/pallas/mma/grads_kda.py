@@ -28,10 +28,22 @@ from jax.typing import DTypeLike
 
 from jfla.pallas.common.chunk_index import TILE_K, TILE_V, ChunkGrid, PartGrid
 from jfla.pallas.common.packed_rows import places_of, rows_like
-from jfla.pallas.common.pair_passes import BLOCK, NUM_BLOCKS, RANGE, SHIFT, passes_of, row_factor
+from jfla.pallas.common.pair_passes import (
+    BLOCK,
+    NUM_BLOCKS,
+    RANGE,
+    SHIFT,
+    passes_of,
+    row_factor,
+)
 from jfla.pallas.common.qk_tiles import K, Q, QkgOperands, QkOptions, QkTiles
 from jfla.pallas.common.results import KernelGrads
-from jfla.pallas.mgpu.copies import Copies, commit_smem, load_with_layout, store_from_layout
+from jfla.pallas.mgpu.copies import (
+    Copies,
+    commit_smem,
+    load_with_layout,
+    store_from_layout,
+)
 from jfla.pallas.mgpu.iota import per_column, per_row, write_iota
 from jfla.pallas.mgpu.launch import launch
 from jfla.pallas.mgpu.layouts import COLS, ROWS, WGMMA
@@ -98,7 +110,9 @@ def write_pair_weights(ctx: GradsKdaCta, num_v_tiles: int) -> None:
         copies.wait()
         v_new = transposed(ctx.smem.values.at[V_NEW])
         w_q, w_k = sums
-        return dot(w_q, (ctx.smem.values.at[DO], v_new)), dot(w_k, (ctx.smem.values.at[DV], v_new))
+        return dot(w_q, (ctx.smem.values.at[DO], v_new)), dot(
+            w_k, (ctx.smem.values.at[DV], v_new)
+        )
 
     zero = zeros(CHUNK, CHUNK)
     w_q, w_k = lax.fori_loop(0, num_v_tiles, add, (zero, zero))
@@ -115,7 +129,9 @@ def write_pair_weights(ctx: GradsKdaCta, num_v_tiles: int) -> None:
 def grads_of_states(ctx: GradsKdaCta, num_v_tiles: int, dg_gmem: Gmem) -> Grads:
     """What the states give to dq, dk and z; and to dg, which goes to memory."""
 
-    def add(v_tile: Index, sums: tuple[Reg, Reg, Reg, Reg]) -> tuple[Reg, Reg, Reg, Reg]:
+    def add(
+        v_tile: Index, sums: tuple[Reg, Reg, Reg, Reg]
+    ) -> tuple[Reg, Reg, Reg, Reg]:
         dq, dk, dk_end, state_dot_dstate = sums
         commit_smem()  # the tiles before have been read
         copies = Copies(None)
@@ -129,7 +145,9 @@ def grads_of_states(ctx: GradsKdaCta, num_v_tiles: int, dg_gmem: Gmem) -> Grads:
         state = ctx.states.at[STATE]
         dstate = ctx.states.at[DSTATE]
         # With channels as rows, so that no warp needs another.
-        product = load(transposed(state)).astype(F32) * load(transposed(dstate)).astype(F32)
+        product = load(transposed(state)).astype(F32) * load(transposed(dstate)).astype(
+            F32
+        )
         state_dot_dstate += jnp.sum(product, axis=1)
         commit_smem()  # keeps the compiler from loading this beside the operands of the matmuls
         dq, dk, dk_end = dots(
@@ -220,7 +238,10 @@ def add_block(ctx: GradsKdaCta, block: Index, which_pass: Index, grads: Grads) -
     commit_smem()  # the block before has read its columns
     ctx.k_columns[...] = (ctx.qk.scaled(K, ctx.zero) * factor).astype(BF16)
     products = [
-        (transposed(kda_blocks.block_rows(w, block)), kda_blocks.block_rows(rows, block))
+        (
+            transposed(kda_blocks.block_rows(w, block)),
+            kda_blocks.block_rows(rows, block),
+        )
         for parts, rows in ((w_q, q_rows), (w_k, k_rows))
         for w in parts
     ]
@@ -235,7 +256,9 @@ def add_block(ctx: GradsKdaCta, block: Index, which_pass: Index, grads: Grads) -
         # The other of dq and dk comes first in the next turn: side by side the two would be spilled.
         dx, other = grads
         products = [(w, ctx.k_columns) for w in ctx.weights(which)]
-        from_columns = jnp.where(in_block, dot(zeros(CHUNK, TILE_K), *products), 0.0 * dx)
+        from_columns = jnp.where(
+            in_block, dot(zeros(CHUNK, TILE_K), *products), 0.0 * dx
+        )
         ctx.add_to_z(load(ctx.rows_of(which)).astype(F32) * from_columns)
         return other, dx + factor * from_columns
 
@@ -288,7 +311,10 @@ def grads_kda(
     parts = PartGrid(grid, num_blocks=key_dim // TILE_K, tiles_per_block=1)
 
     def body(
-        gmem: GradsKdaInputs, out_gmem: KernelGrads, smem: SharedStorage, barriers: tuple
+        gmem: GradsKdaInputs,
+        out_gmem: KernelGrads,
+        smem: SharedStorage,
+        barriers: tuple,
     ) -> None:
         del barriers
         part = parts(lax.axis_index("cta"), places_of(gmem.qkg.q))

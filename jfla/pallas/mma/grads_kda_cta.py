@@ -43,7 +43,9 @@ class SharedStorage(NamedTuple):
     q: Smem  # [1] tile
     k: Smem  # [1] tile
     weights: Smem  # [2, 2] tiles: W_q and W_k in two parts
-    decay: Smem  # [1] float16 tile: log2 decays of the tile of channels, times GATE_SCALE
+    decay: (
+        Smem  # [1] float16 tile: log2 decays of the tile of channels, times GATE_SCALE
+    )
     lines: Smem  # [NUM_LINES, 1, 64]: vectors, in one buffer because each begins at a multiple of 1 KiB
     iota: Smem  # [1, C] int32
 
@@ -62,7 +64,9 @@ class GradsKdaCta(NamedTuple):
 
     @property
     def decays(self) -> ChunkDecays:
-        return ChunkDecays(self.smem.decay.at[self.zero], self.smem.iota.at[self.zero], self.zero)
+        return ChunkDecays(
+            self.smem.decay.at[self.zero], self.smem.iota.at[self.zero], self.zero
+        )
 
     def with_later_zero(self, zero: Index) -> "GradsKdaCta":
         """The same with addresses in global memory that are computed anew, not kept since the last ones."""

@@ -164,11 +164,17 @@ def add_block(ctx: IntraKdaCta, tile: Index, block: int, pairs: Pairs) -> Pairs:
         factor = kda_blocks.column_factor(ctx.decays.columns_to_block(block), bits)
         columns = (ctx.qk.scaled(K, tile) * factor).astype(BF16)
         rows_smem = ctx.smem.rows.at[jnp.minimum(which_pass, 1)]
-        q_rows, k_rows = (kda_blocks.block_rows(rows_smem.at[which], block) for which in (Q, K))
+        q_rows, k_rows = (
+            kda_blocks.block_rows(rows_smem.at[which], block) for which in (Q, K)
+        )
         qk, kk = pairs
-        return dot(qk, (columns, transposed(q_rows))), dot(kk, (columns, transposed(k_rows)))
+        return dot(qk, (columns, transposed(q_rows))), dot(
+            kk, (columns, transposed(k_rows))
+        )
 
-    return lax.fori_loop(0, kda_blocks.num_passes(ctx.smem.least, block), one_pass, pairs)
+    return lax.fori_loop(
+        0, kda_blocks.num_passes(ctx.smem.least, block), one_pass, pairs
+    )
 
 
 def store_a(ctx: IntraKdaCta, pairs: list[Pairs], out_gmem: IntraChunk) -> None:
@@ -213,7 +219,9 @@ def run_chunk(ctx: IntraKdaCta, out_gmem: IntraKdaOutputs) -> None:
     if out_gmem.intra is not None:
         write_beta_scaling(ctx.smem.beta.at[0], ctx.smem.beta_scaling)
 
-    def with_tile(tile: Index, carry: tuple[list[Pairs], Index]) -> tuple[list[Pairs], Index]:
+    def with_tile(
+        tile: Index, carry: tuple[list[Pairs], Index]
+    ) -> tuple[list[Pairs], Index]:
         pairs, zero = carry
         of_tile = ctx._replace(zero=zero)
         smem = ctx.smem
@@ -251,7 +259,9 @@ def intra_kda(
     ) -> None:
         del barriers, ready_flags
         index = grid(cta, places_of(gmem.qkg.q))
-        qk = QkTiles(options, index, value_heads, num_tiles, smem.q, smem.k, smem.square_norms)
+        qk = QkTiles(
+            options, index, value_heads, num_tiles, smem.q, smem.k, smem.square_norms
+        )
         run_chunk(IntraKdaCta(qk, gmem, smem, gmem.zero[0]), out_gmem)
 
     kernel = Kernel(
@@ -265,7 +275,9 @@ def intra_kda(
         barriers=None,
         body=body,
     )
-    return PendingResults(kernel, lambda outputs: IntraResults(outputs.qk, outputs.intra, None))
+    return PendingResults(
+        kernel, lambda outputs: IntraResults(outputs.qk, outputs.intra, None)
+    )
 
 
 def _output_shapes(grid: ChunkGrid, key_dim: int, with_a: bool) -> IntraKdaOutputs:

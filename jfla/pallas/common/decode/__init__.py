@@ -106,7 +106,9 @@ def _decode_jvp(
     return jax.jvp(definition_of, primals, tangents)
 
 
-decode = compiler_partitioned(jax.jit(_decode, static_argnames=("options", "definition", "plan")))
+decode = compiler_partitioned(
+    jax.jit(_decode, static_argnames=("options", "definition", "plan"))
+)
 
 
 def _output_dims(inputs: Inputs, options: Options) -> Any:
@@ -130,10 +132,14 @@ def _launches(inputs: Inputs, options: Options, v_block: int) -> DeltaRuleOutput
     time = inputs.q.shape[1]
     if time <= DECODE_TOKENS:
         return _launch(inputs, options, v_block)
-    per_launch = dataclasses.replace(options, return_final_state=True, state_dtype="float32")
+    per_launch = dataclasses.replace(
+        options, return_final_state=True, state_dtype="float32"
+    )
 
     def some(state: Array, tokens: Inputs) -> tuple[Array, DeltaRuleOutput]:
-        output, states = _launch(tokens._replace(initial_state=state), per_launch, v_block)
+        output, states = _launch(
+            tokens._replace(initial_state=state), per_launch, v_block
+        )
         assert states is not None  # as asked for
         if options.return_states:
             return states[:, -1], DeltaRuleOutput(output, states)
@@ -154,12 +160,16 @@ def _launches(inputs: Inputs, options: Options, v_block: int) -> DeltaRuleOutput
     state, outputs = lax.scan(step, state, jnp.arange(num_launches))
     outputs = [jax.tree.map(_join_time, outputs)]
     if time % DECODE_TOKENS:
-        state, last = some(state, of_tokens(num_launches * DECODE_TOKENS, time % DECODE_TOKENS))
+        state, last = some(
+            state, of_tokens(num_launches * DECODE_TOKENS, time % DECODE_TOKENS)
+        )
         outputs.append(last)
     output, states = jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), *outputs)
     if not options.return_final_state:
         return DeltaRuleOutput(output, None)
-    return DeltaRuleOutput(output, options.as_final_state(state if states is None else states))
+    return DeltaRuleOutput(
+        output, options.as_final_state(state if states is None else states)
+    )
 
 
 def _float32_state(inputs: Inputs) -> Array:
@@ -179,16 +189,22 @@ def _launch(inputs: Inputs, options: Options, v_block: int) -> DeltaRuleOutput:
     """Launches the kernel, which overwrites a donated initial state with the final one."""
     state = inputs.initial_state
     if state is None or not _in_place(inputs, options):
-        return DeltaRuleOutput(*launch_decode(inputs, options, v_block, state, in_place=False))
+        return DeltaRuleOutput(
+            *launch_decode(inputs, options, v_block, state, in_place=False)
+        )
 
     def overwrite(refs: tuple[Gmem, Gmem], inputs: Inputs) -> None:
         state_gmem, output_gmem = refs
-        output_gmem[...] = launch_decode(inputs, options, v_block, state_gmem, in_place=True).output
+        output_gmem[...] = launch_decode(
+            inputs, options, v_block, state_gmem, in_place=True
+        ).output
 
     # XLA copies the state before it is overwritten, unless the caller donated it.
     unwritten = jnp.zeros(inputs.v.shape, inputs.v.dtype)
     written = (state, unwritten)
-    state, output = write_in_place(overwrite, written, inputs._replace(initial_state=None))
+    state, output = write_in_place(
+        overwrite, written, inputs._replace(initial_state=None)
+    )
     return DeltaRuleOutput(output, state)
 
 

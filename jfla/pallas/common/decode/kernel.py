@@ -66,7 +66,9 @@ class DecodeWarpgroup(NamedTuple):
     block: StateBlock
     gmem: DecodeOperands
     output_gmem: Gmem
-    states_gmem: Gmem  # where the final state or all states go; None where none is wanted
+    states_gmem: (
+        Gmem  # where the final state or all states go; None where none is wanted
+    )
     smem: SharedStorage
 
 
@@ -84,7 +86,9 @@ def run_decode(ctx: DecodeWarpgroup) -> None:
 
     @pl.when(jnp.logical_not(exists))
     def _idle():
-        zeros = plgpu.layout_cast(jnp.zeros(ctx.spec.block_shape, F32), ctx.layouts.state)
+        zeros = plgpu.layout_cast(
+            jnp.zeros(ctx.spec.block_shape, F32), ctx.layouts.state
+        )
         store_padding(ctx, 0, zeros)
 
 
@@ -119,7 +123,9 @@ def run_tokens(ctx: DecodeWarpgroup) -> None:
 def count_tokens(ctx: DecodeWarpgroup) -> Index:
     """The row's tokens, behind which there is padding."""
     ids = ctx.gmem.segment_ids
-    return sum((ids[ctx.block.batch, t] > 0).astype(jnp.int32) for t in range(ctx.spec.time))
+    return sum(
+        (ids[ctx.block.batch, t] > 0).astype(jnp.int32) for t in range(ctx.spec.time)
+    )
 
 
 def store_padding(ctx: DecodeWarpgroup, first: Index, state: Reg) -> Reg:
@@ -205,7 +211,9 @@ def write_tokens(ctx: DecodeWarpgroup, raw: RawTokens) -> None:
     if ctx.spec.scalar_gate:
         g = per_token_to_keys(ctx, g)
     beta = per_token_to_keys(ctx, raw.beta.astype(F32))
-    exponent = log2_decay(ctx.spec.gate, g, (a_log, rate), bias, softplus=_float32_softplus)
+    exponent = log2_decay(
+        ctx.spec.gate, g, (a_log, rate), bias, softplus=_float32_softplus
+    )
     smem.decay[...] = jnp.exp2(exponent)
     if options.beta_max is not None:
         beta = options.beta_max / (1.0 + jnp.exp(-beta))
@@ -291,7 +299,9 @@ def launch_decode(
     final_dtype = options.state_dtype or F32
     initial_dtype = final_dtype if state is None else state.dtype
     num_states = batch if state is None else state.shape[0]
-    spec = DecodeSpec(*dims, v_block, gate, options, num_states, initial_dtype, inputs.v.dtype)
+    spec = DecodeSpec(
+        *dims, v_block, gate, options, num_states, initial_dtype, inputs.v.dtype
+    )
     layouts = decode_layouts(time, key_dim, v_block, spec.column_bytes)
     new_states = options.return_final_state and not in_place
 
@@ -303,7 +313,9 @@ def launch_decode(
     ) -> None:
         states_gmem = gmem.state if in_place else outputs_gmem.states
         block = spec.state_block(lax.axis_index("cta"))
-        ctx = DecodeWarpgroup(spec, layouts, block, gmem, outputs_gmem.output, states_gmem, smem)
+        ctx = DecodeWarpgroup(
+            spec, layouts, block, gmem, outputs_gmem.output, states_gmem, smem
+        )
         run_decode(ctx)
 
     return launch(

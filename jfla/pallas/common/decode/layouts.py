@@ -26,13 +26,17 @@ class DecodeLayouts(NamedTuple):
 
     state: Layout  # [K, v_block]
     row_vector: Layout  # [K]: a value for each row of the state
-    column_vector: Layout  # [v_block] or [T, v_block]: a value for each column of the state
+    column_vector: (
+        Layout  # [v_block] or [T, v_block]: a value for each column of the state
+    )
     token_keys: Layout  # [T, K]
     token_scalars: Layout  # [T]
     key_vector: Layout  # [K]: a value for each column of [T, K]
 
 
-def decode_layouts(time: int, key_dim: int, v_block: int, column_bytes: int) -> DecodeLayouts:
+def decode_layouts(
+    time: int, key_dim: int, v_block: int, column_bytes: int
+) -> DecodeLayouts:
     """On the host: the layouts for T tokens and a block [K, v_block], of so many bytes a column."""
     state = _state_layout(key_dim, v_block, _ACCESS_BYTES // column_bytes)
     token_keys = _token_keys_layout(time, key_dim)
@@ -80,6 +84,8 @@ def _token_keys_layout(time: int, key_dim: int) -> Layout:
     )
 
 
-def broadcast_to_layout(x: Reg, shape: tuple[int, ...], axis: int, layout: Layout) -> Reg:
+def broadcast_to_layout(
+    x: Reg, shape: tuple[int, ...], axis: int, layout: Layout
+) -> Reg:
     """A vector along `axis` of an array of this shape and layout, repeated along the other."""
     return plgpu.layout_cast(lax.broadcast_in_dim(x, shape, [axis]), layout)

@@ -31,8 +31,12 @@ class DecodeOperands(NamedTuple):
     a_log: Gmem  # [HV] float32, or None
     dt_bias: Gmem  # [HV, G] float32, or None
     state: Gmem  # [B, HV, K, V], [P, HV, K, V] with `slots`, or None; a reference where it is to be overwritten
-    segment_ids: Gmem  # [B, T] int32, or None: 1 on a row's tokens, 0 on the padding behind them
-    slots: Gmem  # [B] int32, or None: the states of the pool that the rows read and write
+    segment_ids: (
+        Gmem  # [B, T] int32, or None: 1 on a row's tokens, 0 on the padding behind them
+    )
+    slots: (
+        Gmem  # [B] int32, or None: the states of the pool that the rows read and write
+    )
 
 
 class DecodeOutputs(NamedTuple):
@@ -153,8 +157,12 @@ def decode_operands(inputs: Inputs, options: Options, state: Gmem) -> DecodeOper
     slots = inputs.state_slots
     if slots is not None:
         # For the kernel, which finds out by itself which of them exist, only what does not fit in int32.
-        slots = slots if slots.dtype == jnp.int32 else named_slots(slots, state.shape[0])
-    return DecodeOperands(q, k, v, g, beta, a_log, dt_bias, state, inputs.segment_ids, slots)
+        slots = (
+            slots if slots.dtype == jnp.int32 else named_slots(slots, state.shape[0])
+        )
+    return DecodeOperands(
+        q, k, v, g, beta, a_log, dt_bias, state, inputs.segment_ids, slots
+    )
 
 
 def decode_outputs(spec: DecodeSpec, v: Array, new_states: bool) -> DecodeOutputs:

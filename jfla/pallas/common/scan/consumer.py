@@ -142,7 +142,9 @@ class ScanConsumer(ScanCta):
         chunk = self.span_chunk(i)
         group_chunks = jnp.int32(self.spec.group_chunks)
         after = chunk.chunk + 1
-        ends = jnp.logical_or(lax.rem(after, group_chunks) == 0, after == self.spec.n_chunks)
+        ends = jnp.logical_or(
+            lax.rem(after, group_chunks) == 0, after == self.spec.n_chunks
+        )
         group = lax.div(chunk.chunk, group_chunks)
         place = (chunk.batch, chunk.head, group, self.columns(wg))
 
@@ -158,7 +160,9 @@ class ScanConsumer(ScanCta):
         stored: list[int] = []
 
         def store(which: int, x: Reg) -> None:
-            if not stored:  # the staging tiles still hold what was stored of the chunk before
+            if (
+                not stored
+            ):  # the staging tiles still hold what was stored of the chunk before
                 wait_for_stores(read_only=True)
             stored.append(which)
             tile = self.smem.staging[which].at[wg]
@@ -209,7 +213,8 @@ class ScanConsumer(ScanCta):
         """Starts the copies of as many chunks as there are pipeline stages."""
 
         @pl.loop(
-            self.steps.first, jnp.minimum(self.steps.first + self.config.stages, self.steps.end)
+            self.steps.first,
+            jnp.minimum(self.steps.first + self.config.stages, self.steps.end),
         )
         def _(i):
             self.copy_chunk(i, self.stage(i))
@@ -235,7 +240,9 @@ class ScanConsumer(ScanCta):
         @pl.when(lax.rem(chunk.chunk, span_chunks) == 0)
         def _():
             span = lax.div(chunk.chunk, span_chunks)
-            self.checkpoints.at[chunk.batch, chunk.head, span, self.columns(wg)][...] = state
+            self.checkpoints.at[chunk.batch, chunk.head, span, self.columns(wg)][
+                ...
+            ] = state
 
     def store_last(self, state: Reg, wg: Index) -> None:
         """Stores the last state: of every time split, or of every segment or the last split as the caller has it."""
@@ -248,7 +255,9 @@ class ScanConsumer(ScanCta):
 
             @pl.when(segment < self.spec.caller_states[0])
             def _():
-                self.store_for_caller(self.last.at[self.index.batch, segment], state, wg)
+                self.store_for_caller(
+                    self.last.at[self.index.batch, segment], state, wg
+                )
 
             return
 

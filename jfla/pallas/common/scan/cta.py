@@ -13,7 +13,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfla.pallas.common.chunk_index import TILE_V, ChunkIndex
 from jfla.pallas.common.packed_rows import places_of
-from jfla.pallas.common.scan.spec import GmemOperands, ScanConfig, ScanSpec, SharedStorage
+from jfla.pallas.common.scan.spec import (
+    GmemOperands,
+    ScanConfig,
+    ScanSpec,
+    SharedStorage,
+)
 from jfla.pallas.mgpu.copies import Copies
 from jfla.pallas.mgpu.overlap import ReadyFlags
 from jfla.pallas.mgpu.registers import leave_registers

@@ -30,7 +30,9 @@ from jfla.pallas.mgpu.types import Gmem, Index
 from jfla.types import CHUNK
 
 
-def scan_kernel(specs: tuple[ScanSpec, ...], config: ScanConfig, name: str) -> PendingResults:
+def scan_kernel(
+    specs: tuple[ScanSpec, ...], config: ScanConfig, name: str
+) -> PendingResults:
     """`ScanOutputs` of every scan; all are of one shape."""
     specs = tuple(spec.with_zero_state() for spec in specs)
     batch, heads, time_splits, value_dim, key_dim = specs[0].split_states
@@ -43,7 +45,9 @@ def scan_kernel(specs: tuple[ScanSpec, ...], config: ScanConfig, name: str) -> P
     num_consumer_wgs = config.num_consumer_wgs
     grid = GridIndex(value_dim // config.v_block, len(specs), heads, batch, time_splits)
 
-    def body(inputs: Any, outputs: Any, smem: Any, barriers: Any, cta: Any, flags: Any) -> None:
+    def body(
+        inputs: Any, outputs: Any, smem: Any, barriers: Any, cta: Any, flags: Any
+    ) -> None:
         if key_dim > MAX_K_IN_REGISTERS and specs[0].stores_states:
             smem = smem._replace(state=smem.staging[0])
         wg = lax.axis_index("wg")
@@ -87,7 +91,9 @@ def scan_kernel(specs: tuple[ScanSpec, ...], config: ScanConfig, name: str) -> P
         outputs=[spec.outputs for spec in specs],
         num_ctas=math.prod(grid),
         num_warpgroups=num_consumer_wgs + config.has_producer,
-        registers=specs[0].registers.of(num_consumer_wgs) if config.has_producer else (),
+        registers=specs[0].registers.of(num_consumer_wgs)
+        if config.has_producer
+        else (),
         smem=smem_spec,
         barriers=[pipeline_barriers(spec, num_consumer_wgs, stages) for spec in specs],
         body=body,
@@ -110,7 +116,9 @@ def _in_gmem(
     return gmem, stores, out.checkpoints, last, span.offset(all_chunks, spec.n_chunks)
 
 
-def _steps(spec: ScanSpec, segments: SegmentTable | None, index: GridIndex) -> StepRange:
+def _steps(
+    spec: ScanSpec, segments: SegmentTable | None, index: GridIndex
+) -> StepRange:
     """Of a CTA's packed segments, or of its time split."""
     if segments is None:
         per_split = -(-spec.n_chunks // spec.time_splits)

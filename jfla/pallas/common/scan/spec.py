@@ -23,7 +23,9 @@ from jfla.pallas.mgpu.types import Barrier, Gmem, MemorySpec, Reg, Smem
 from jfla.stages import QK, FactoredQK, IntraChunk
 from jfla.types import CHUNK
 
-MAX_K_IN_REGISTERS = 128  # up to here the state fits twice, in float32 and as a 16-bit left operand
+MAX_K_IN_REGISTERS = (
+    128  # up to here the state fits twice, in float32 and as a 16-bit left operand
+)
 
 
 class ScanConfig(NamedTuple):
@@ -59,7 +61,9 @@ class ChunkTiles(NamedTuple):
     a_qk: Smem  # [C, C]
     a_inv: Smem  # [C, C]
     values: Smem  # [C, 64]: this warpgroup's columns of v or do
-    state: Smem  # [64, K]: the left operand where registers are too few for it, else None
+    state: (
+        Smem  # [64, K]: the left operand where registers are too few for it, else None
+    )
 
     @property
     def dtype(self) -> DTypeLike:
@@ -87,9 +91,7 @@ class GmemOperands(NamedTuple):
     """Everything a scan reads."""
 
     chunks: TmaOperands
-    initial: (
-        Gmem  # [B, HV, splits, V, K] float32, of segments [B, S, HV, K, V]; None begins from zeros
-    )
+    initial: Gmem  # [B, HV, splits, V, K] float32, of segments [B, S, HV, K, V]; None begins from zeros
     span: TimeSpan | None = (
         None  # then `initial` has every span's state, or is written with the last one
     )
@@ -251,11 +253,15 @@ class PipelineBarriers(NamedTuple):
     empty: Barrier  # the consumers are done with it: an arrival for each warpgroup
 
 
-def shared_storage(specs: tuple[ScanSpec, ...], config: ScanConfig) -> tuple[int, SharedStorage]:
+def shared_storage(
+    specs: tuple[ScanSpec, ...], config: ScanConfig
+) -> tuple[int, SharedStorage]:
     """The number of pipeline stages that there is room for, and the shared memory that scans of one shape share."""
     spec = specs[0]
     num_wgs = config.num_consumer_wgs
-    stored = [(TILE_V, spec.key_dim) if is_state(x) else (CHUNK, TILE_V) for x in spec.stores]
+    stored = [
+        (TILE_V, spec.key_dim) if is_state(x) else (CHUNK, TILE_V) for x in spec.stores
+    ]
     own_state = spec.key_dim > MAX_K_IN_REGISTERS and not spec.stores_states
     dtype = spec.operands.chunks.values.dtype
     staging = tuple(tile_smem(num_wgs, *shape, dtype=dtype) for shape in stored)
@@ -268,7 +274,10 @@ def shared_storage(specs: tuple[ScanSpec, ...], config: ScanConfig) -> tuple[int
 def _chunks_smem(specs: tuple[ScanSpec, ...], num_wgs: int, stages: int) -> TmaOperands:
     """What any of the scans reads of each chunk."""
     spec = specs[0]
-    used = [any(x is not None for x in field) for field in zip(*(s.operands.chunks for s in specs))]
+    used = [
+        any(x is not None for x in field)
+        for field in zip(*(s.operands.chunks for s in specs))
+    ]
     uses = TmaOperands(*used)
 
     dtype = spec.operands.chunks.values.dtype
@@ -287,7 +296,9 @@ def _chunks_smem(specs: tuple[ScanSpec, ...], num_wgs: int, stages: int) -> TmaO
     )
 
 
-def pipeline_barriers(spec: ScanSpec, num_wgs: int, stages: int) -> PipelineBarriers | None:
+def pipeline_barriers(
+    spec: ScanSpec, num_wgs: int, stages: int
+) -> PipelineBarriers | None:
     """One arrival for each copy of a chunk: the values come in one copy for each consumer warpgroup."""
     if not on_hopper():
         return None

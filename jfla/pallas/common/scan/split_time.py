@@ -42,7 +42,9 @@ def split_states(
     return affine.chain(first, r, c).mT, entered, r
 
 
-def _enter(stretch: Stretch, first: jax.Array | None, r: jax.Array, c: jax.Array) -> Entered:
+def _enter(
+    stretch: Stretch, first: jax.Array | None, r: jax.Array, c: jax.Array
+) -> Entered:
     """The state that the devices before hand over, by the map of this device's splits."""
     identity = jnp.broadcast_to(jnp.eye(r.shape[-1], dtype=F32), r[:, :, 0].shape)
 

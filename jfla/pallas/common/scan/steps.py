@@ -20,7 +20,13 @@ from jax.typing import DTypeLike
 from jfla.pallas.common.chunk_index import TimeSpan
 from jfla.pallas.common.packed_rows import Rows, SegmentTable, rows_like
 from jfla.pallas.common.scan.pipeline import scan_kernel
-from jfla.pallas.common.scan.spec import ChunkTiles, ScanConfig, ScanSpec, Store, gmem_operands
+from jfla.pallas.common.scan.spec import (
+    ChunkTiles,
+    ScanConfig,
+    ScanSpec,
+    Store,
+    gmem_operands,
+)
 from jfla.pallas.common.token_decay import times
 from jfla.pallas.mgpu.copies import commit_smem, write
 from jfla.pallas.mgpu.mma import dots, dots_while, load, zeros
@@ -75,9 +81,15 @@ def _output_step(state: Reg, tiles: ChunkTiles, store: Store) -> Reg:
 
     def decay() -> tuple[Reg, Reg, Reg | None]:
         decayed = tiles.decay.decay_state(state)
-        return decayed, tiles.decay.scale_tokens(read, Q_FROM_START), tiles.decay.factor(K_TO_END)
+        return (
+            decayed,
+            tiles.decay.scale_tokens(read, Q_FROM_START),
+            tiles.decay.factor(K_TO_END),
+        )
 
-    (v_new,), (decayed, read, k_factor) = dots_while(decay, [(error, transposed(tiles.a_inv))])
+    (v_new,), (decayed, read, k_factor) = dots_while(
+        decay, [(error, transposed(tiles.a_inv))]
+    )
     state, output = dots(
         (decayed, (times(v_new, k_factor).astype(tiles.dtype), tiles.k_to_end)),
         (read, (v_new.astype(tiles.dtype), transposed(tiles.a_qk))),
@@ -113,7 +125,9 @@ def forward_step(
     )
     if store is not None:
         store(1, v_new)
-    return dots((decayed, (times(v_new, k_factor).astype(tiles.dtype), tiles.k_to_end)))[0]
+    return dots(
+        (decayed, (times(v_new, k_factor).astype(tiles.dtype), tiles.k_to_end))
+    )[0]
 
 
 def backward_step(dstate: Reg, tiles: ChunkTiles, store: Store | None) -> Reg:
@@ -124,7 +138,9 @@ def backward_step(dstate: Reg, tiles: ChunkTiles, store: Store | None) -> Reg:
 
     def meanwhile() -> tuple[Reg, Reg | None]:
         store_dstate()
-        scaled_do = tiles.decay.scale_tokens(do.astype(F32), Q_FROM_START).astype(tiles.dtype)
+        scaled_do = tiles.decay.scale_tokens(do.astype(F32), Q_FROM_START).astype(
+            tiles.dtype
+        )
         return scaled_do, None if few_registers else tiles.decay.factor(K_TO_END)
 
     (from_dstate, dv_new), (scaled_do, k_factor) = dots_while(
@@ -140,7 +156,9 @@ def backward_step(dstate: Reg, tiles: ChunkTiles, store: Store | None) -> Reg:
     if store is not None:
         store(1, dv)
     erased = times(-dv, k_factor).astype(tiles.dtype)
-    return dots((decayed, (scaled_do, tiles.q_from_start), (erased, tiles.k_from_start)))[0]
+    return dots(
+        (decayed, (scaled_do, tiles.q_from_start), (erased, tiles.k_from_start))
+    )[0]
 
 
 # Kernels, on the host.
@@ -204,14 +222,22 @@ def backward_scans_kernel(
     n_chunks = v.shape[1] // CHUNK
     if span is not None:
         n_chunks //= initial.shape[2]
-    reverse = _backward_spec(qk, intra, do, d_final, n_chunks, keep_dstate, span, segments)
+    reverse = _backward_spec(
+        qk, intra, do, d_final, n_chunks, keep_dstate, span, segments
+    )
     if group_chunks is not None:
         operands = gmem_operands(qk, intra, do, None, added=d_final)
-        reverse = reverse._replace(operands=operands, time_splits=1, group_chunks=group_chunks)
+        reverse = reverse._replace(
+            operands=operands, time_splits=1, group_chunks=group_chunks
+        )
     forward = _states_spec(qk, intra, v, initial, n_chunks, span, segments)
-    backward, states = run(scan_kernel((reverse, forward), config, "jfla_backward_scans"))
+    backward, states = run(
+        scan_kernel((reverse, forward), config, "jfla_backward_scans")
+    )
     dstates, dv = backward.stores
-    return ScanResults(states.stores[0], dstates, states.stores[1], do, dv), backward.last
+    return ScanResults(
+        states.stores[0], dstates, states.stores[1], do, dv
+    ), backward.last
 
 
 def _states_spec(
@@ -228,10 +254,17 @@ def _states_spec(
     if span is not None:
         span = span._replace(results=None)
         time_splits = 1
-    operands = gmem_operands(qk, intra, v, initial, queries=False, span=span, segments=segments)
+    operands = gmem_operands(
+        qk, intra, v, initial, queries=False, span=span, segments=segments
+    )
     stores = _states_and_values(qk, v, n_chunks)
     return ScanSpec(
-        forward_step, operands, qk.scalar_gate, stores, time_splits=time_splits, last=None
+        forward_step,
+        operands,
+        qk.scalar_gate,
+        stores,
+        time_splits=time_splits,
+        last=None,
     )
 
 
@@ -272,7 +305,9 @@ def _states_and_values(
     n_chunks: int,
 ) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
     batch, _, heads, value_dim = v.shape
-    states = jax.ShapeDtypeStruct((batch, heads, n_chunks, value_dim, qk.key_dim), v.dtype)
+    states = jax.ShapeDtypeStruct(
+        (batch, heads, n_chunks, value_dim, qk.key_dim), v.dtype
+    )
     values = jax.ShapeDtypeStruct((batch, n_chunks * CHUNK, heads, value_dim), v.dtype)
     return states, values
 
@@ -308,11 +343,15 @@ def split_map_specs(
     )
 
 
-def split_adjoint_spec(qk: QK, intra: IntraChunk, do: jax.Array, time_splits: int) -> ScanSpec:
+def split_adjoint_spec(
+    qk: QK, intra: IntraChunk, do: jax.Array, time_splits: int
+) -> ScanSpec:
     """D^T of every time split: the cotangent that its own outputs send to its start."""
 
     def step(dstate: Reg, tiles: ChunkTiles, _: Store) -> Reg:
         return backward_step(dstate, tiles, None)
 
     operands = gmem_operands(qk, intra, do, None)
-    return ScanSpec(step, operands, qk.scalar_gate, reverse=True, time_splits=time_splits)
+    return ScanSpec(
+        step, operands, qk.scalar_gate, reverse=True, time_splits=time_splits
+    )

@@ -57,7 +57,9 @@ class SumsOverV(NamedTuple):
     dk: Reg  # [C, 64]: dv S^T
     dk_to_end: Reg  # [C, 64]: v_new dS^T
     weights: Reg  # [C, C]: do v_new^T on consumer 0, dv v_new^T on consumer 1
-    state_dot_dstate: Reg  # [64]: sums of S * dS; all of them together belong to the chunk
+    state_dot_dstate: (
+        Reg  # [64]: sums of S * dS; all of them together belong to the chunk
+    )
 
 
 def zero_sums() -> SumsOverV:
@@ -172,7 +174,9 @@ def constant_norm_grads(ctx: GradsGdnWarpgroup, sums: SumsOverV) -> tuple[Reg, R
     return dq, dk
 
 
-def store_dq_dk(ctx: GradsGdnWarpgroup, out_gmem: KernelGrads, grads: tuple[Reg, Reg]) -> None:
+def store_dq_dk(
+    ctx: GradsGdnWarpgroup, out_gmem: KernelGrads, grads: tuple[Reg, Reg]
+) -> None:
     """The VJP of the norms, and the stores of dq and dk.
 
     With x normalised to f x, f = 1 / norm, and dx' the cotangent while f is held constant,

@@ -14,7 +14,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-from jfla.pallas.common.chunk_index import CHANNEL_BLOCK, TILE_K, TILE_V, ChunkGrid, TimeSpan
+from jfla.pallas.common.chunk_index import (
+    CHANNEL_BLOCK,
+    TILE_K,
+    TILE_V,
+    ChunkGrid,
+    TimeSpan,
+)
 from jfla.pallas.common.packed_rows import Rows, rows_like
 from jfla.pallas.common.qk_tiles import K, Q, QkOptions
 from jfla.pallas.common.results import KernelGrads
@@ -93,11 +99,15 @@ def load_v_tile(ctx: GradsGdnWarpgroup, v_tile: int, stage: Index) -> None:
         (V_NEW, ctx.span_chunk, scans.v_new),
     )
     for which, index, source in values:
-        start = functools.partial(copies.start, target_smem=ctx.smem.values.at[stage, which])
+        start = functools.partial(
+            copies.start, target_smem=ctx.smem.values.at[stage, which]
+        )
         index.for_rows(source, ctx.spec.heads, rows_of_state, start)
     for which, source in ((STATE, scans.states), (DSTATE, scans.dstates)):
         for tile in range(ctx.spec.num_tiles):
-            source_tile = ctx.span_chunk.tile(source).at[rows_of_state, ctx.columns(tile)]
+            source_tile = ctx.span_chunk.tile(source).at[
+                rows_of_state, ctx.columns(tile)
+            ]
             copies.start(source_tile, ctx.smem.states.at[stage, which, tile])
 
 
@@ -109,7 +119,9 @@ def load_qk(ctx: GradsGdnWarpgroup) -> None:
     copies.start(index.tile(ctx.gmem.token_scalars), ctx.smem.token_scalars)
     for which, source in ((Q, ctx.gmem.q), (K, ctx.gmem.k)):
         for tile in range(ctx.spec.num_tiles):
-            start = functools.partial(copies.start, target_smem=ctx.smem.qk.at[which, tile])
+            start = functools.partial(
+                copies.start, target_smem=ctx.smem.qk.at[which, tile]
+            )
             index.for_rows(source, ctx.spec.heads, ctx.columns(tile), start)
 
 
@@ -159,7 +171,9 @@ def grads_gdn(
             @pl.when(wg == GDN_CONSUMERS)
             def _():
                 leave_registers(REGISTERS.producer)
-                produce = lambda work: produce_chunk(context(work), load_v_tile, load_qk)
+                produce = lambda work: produce_chunk(
+                    context(work), load_v_tile, load_qk
+                )
                 tiles.for_each_tile(produce, cta, 0)
                 drain(barriers, tiles.tile_count(cta), spec.v_tiles, stages)
 
@@ -210,7 +224,9 @@ def sum_over_channel_blocks(grads: KernelGrads) -> KernelGrads:
     return grads._replace(dg=jnp.sum(dg, axis=2))
 
 
-def _spec(scans: ScanResults, options: QkOptions, num_token_scalars: int) -> GradsGdnSpec:
+def _spec(
+    scans: ScanResults, options: QkOptions, num_token_scalars: int
+) -> GradsGdnSpec:
     batch, heads, n_chunks, value_dim, key_dim = scans.states.shape
     channel_blocks = _channel_blocks(key_dim)
     return GradsGdnSpec(

@@ -23,7 +23,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-from jfla.pallas.common.chunk_index import TILE_K, TILE_V, ChunkGrid, ChunkIndex, TimeSpan
+from jfla.pallas.common.chunk_index import (
+    TILE_K,
+    TILE_V,
+    ChunkGrid,
+    ChunkIndex,
+    TimeSpan,
+)
 from jfla.pallas.common.intra_gdn import INV_NORMS
 from jfla.pallas.common.packed_rows import places_of
 from jfla.pallas.common.qk_tiles import QkOptions
@@ -78,11 +84,11 @@ class SharedStorage(NamedTuple):
     factors: Smem  # [4] vectors
     token_scalars: Smem  # [1 or 3] vectors
     diagonals: Smem  # [2] vectors: do . v_new and dv . v_new of every token
-    norm_dots: Smem  # [2, num_tiles] vectors: q . dq and k . dk, of the VJP of the norms
-    iota: Smem  # [2] lines, int32
-    g_terms: (
-        Smem  # [3, num_tiles] vectors: x . dx by the span of the decay that x meets, see G_UP_TO
+    norm_dots: (
+        Smem  # [2, num_tiles] vectors: q . dq and k . dk, of the VJP of the norms
     )
+    iota: Smem  # [2] lines, int32
+    g_terms: Smem  # [3, num_tiles] vectors: x . dx by the span of the decay that x meets, see G_UP_TO
 
 
 class Barriers(NamedTuple):
@@ -117,7 +123,9 @@ class GradsGdnWarpgroup(NamedTuple):
     def span_chunk(self) -> ChunkIndex:
         """Index within the span: of the states and v_new."""
         index = self.grid_index
-        return index._replace(head=lax.div(index.head, jnp.int32(self.spec.channel_blocks)))
+        return index._replace(
+            head=lax.div(index.head, jnp.int32(self.spec.channel_blocks))
+        )
 
     @property
     def global_chunk(self) -> ChunkIndex:
@@ -198,7 +206,9 @@ def grads_gdn_storage(spec: GradsGdnSpec) -> SharedStorage:
     """On the host: shared memory, with as many stages of V as there is room for."""
     fixed = num_bytes(_storage_with_stages(spec, 0))
     per_stage = num_bytes(_storage_with_stages(spec, 1)) - fixed
-    return _storage_with_stages(spec, min(MAX_V_STAGES, (HOPPER_SMEM_BYTES - fixed) // per_stage))
+    return _storage_with_stages(
+        spec, min(MAX_V_STAGES, (HOPPER_SMEM_BYTES - fixed) // per_stage)
+    )
 
 
 def _storage_with_stages(spec: GradsGdnSpec, stages: int) -> SharedStorage:

@@ -70,7 +70,9 @@ def run_consumer(ctx: GradsKdaWarpgroup, out_gmem: KernelGrads) -> None:
     raw_gate = ctx.qk.load_raw_gate(ctx.gmem.qkg, ctx.own_tile)
     zero = zeros(TILE_K, CHUNK)
     none = SumsOverV(zero, zero, zero, zeros(CHUNK, CHUNK), _zero_rows())
-    sums = lax.fori_loop(0, ctx.spec.v_tiles, lambda n, sums: add_v_tile(ctx, n, sums), none)
+    sums = lax.fori_loop(
+        0, ctx.spec.v_tiles, lambda n, sums: add_v_tile(ctx, n, sums), none
+    )
     plgpu.barrier_wait(ctx.barriers.qk_full)
     write_weights(ctx, sums.weights)
 
@@ -169,9 +171,13 @@ def write_inv_norms(ctx: GradsKdaWarpgroup) -> None:
         square_norms.at[which, ctx.own_tile][...] = x
 
 
-def store_dq_dk(ctx: GradsKdaWarpgroup, dq: Blocks, dk: Blocks, out_gmem: KernelGrads) -> None:
+def store_dq_dk(
+    ctx: GradsKdaWarpgroup, dq: Blocks, dk: Blocks, out_gmem: KernelGrads
+) -> None:
     """Adds pairs i = j; VJPs of the scale and, where all channels are here, of the norms; starts the stores."""
-    diagonal = pin(per_column(plgpu.load(ctx.smem.diagonals.at[Q], layout=COLS), TILE_K))
+    diagonal = pin(
+        per_column(plgpu.load(ctx.smem.diagonals.at[Q], layout=COLS), TILE_K)
+    )
     q, k = (all_tokens(ctx, which) for which in (Q, K))
     dq_all = (join_columns(dq) + diagonal * k) * ctx.spec.options.scale
     dk_all = join_columns(dk) + diagonal * q

@@ -37,7 +37,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfla.pallas.common.chunk_index import TILE_K
-from jfla.pallas.common.decay_sums import ALL_TOKENS, FROM_CHUNK_START, ON_BY_ONE, TO_CHUNK_END
+from jfla.pallas.common.decay_sums import (
+    ALL_TOKENS,
+    FROM_CHUNK_START,
+    ON_BY_ONE,
+    TO_CHUNK_END,
+)
 from jfla.pallas.common.pair_passes import (
     BLOCK,
     NUM_BLOCKS,
@@ -92,13 +97,17 @@ def qk_block(ctx: GradsKdaWarpgroup, which: int, block: int) -> Reg:
     tokens = pl.ds(block * BLOCK, BLOCK)
     x = widened(load(transposed(tiles.at[ctx.own_tile].at[tokens])))
     if options.qk_norm:
-        inv_norm = plgpu.load(ctx.smem.square_norms.at[which, ctx.own_tile, tokens], layout=COLS)
+        inv_norm = plgpu.load(
+            ctx.smem.square_norms.at[which, ctx.own_tile, tokens], layout=COLS
+        )
         # Pinned, so that layout inference does not try every pair of layouts of one buffer.
         x = x * pin(per_column(inv_norm, TILE_K))
     return x * options.scale if which == Q else x
 
 
-def grads_of_states(ctx: GradsKdaWarpgroup, dq: Reg, dk: Reg, dk_end: Reg, dg_gmem: Gmem) -> Grads:
+def grads_of_states(
+    ctx: GradsKdaWarpgroup, dq: Reg, dk: Reg, dk_end: Reg, dg_gmem: Gmem
+) -> Grads:
     """What the states give, from do S^T, dv S^T and v_new dS^T transposed; its part of dg goes to memory."""
     to_next = split_columns(ctx.decay_sums(COLUMN_SUMS), BLOCK)
     dk_end_blocks = [
@@ -114,7 +123,9 @@ def grads_of_states(ctx: GradsKdaWarpgroup, dq: Reg, dk: Reg, dk_end: Reg, dg_gm
     grads = Grads([], [], [])
     blocks = zip(split_columns(dq, BLOCK), split_columns(dk, BLOCK))
     for block, (dq_block, dk_block) in enumerate(blocks):
-        from_start = row_factor(in_block[block]) * ctx.block_decay(FROM_CHUNK_START + block)
+        from_start = row_factor(in_block[block]) * ctx.block_decay(
+            FROM_CHUNK_START + block
+        )
         dq_block = dq_block * from_start
         dk_block = -dk_block * from_start
         z = qk_block(ctx, Q, block) * dq_block + qk_block(ctx, K, block) * dk_block
@@ -167,7 +178,9 @@ def add_pass(ctx: GradsKdaWarpgroup, which_pass: Index, grads: Grads) -> Grads:
         w_k = ctx.weights_rows(K, block)
         left = join_columns([x.k for x in columns], NUM_BLOCKS)
         none = zeros(TILE_K, BLOCK)
-        dq_rows, dk_rows = dots((none, (left, transposed(w_q))), (none, (left, transposed(w_k))))
+        dq_rows, dk_rows = dots(
+            (none, (left, transposed(w_q))), (none, (left, transposed(w_k)))
+        )
         dq[block] = dq[block] + row * dq_rows
         dk[block] = dk[block] + row * dk_rows
         z[block] = z[block] + widened(q_rows) * dq_rows + widened(k_rows) * dk_rows
@@ -211,5 +224,7 @@ def finish_dg(ctx: GradsKdaWarpgroup, z: Blocks, dg_gmem: Gmem) -> None:
 
 def write_dg_chunk(ctx: GradsKdaWarpgroup, state_dot_dstate: Reg) -> None:
     """chunk_decay * rowsum_v(S * dS): the cotangent of the sum of all g."""
-    chunk_decay = plgpu.load(ctx.smem.block_decay.at[ctx.own_tile, ALL_TOKENS], layout=ROWS)
+    chunk_decay = plgpu.load(
+        ctx.smem.block_decay.at[ctx.own_tile, ALL_TOKENS], layout=ROWS
+    )
     write(ctx.smem.dg_chunk.at[ctx.own_tile], state_dot_dstate * chunk_decay)

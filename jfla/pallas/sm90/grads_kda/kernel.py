@@ -14,7 +14,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-from jfla.pallas.common.chunk_index import CHANNEL_BLOCK, TILE_K, TILE_V, ChunkGrid, PartGrid
+from jfla.pallas.common.chunk_index import (
+    CHANNEL_BLOCK,
+    TILE_K,
+    TILE_V,
+    ChunkGrid,
+    PartGrid,
+)
 from jfla.pallas.common.decay_sums import AFTER, block_spans, stack_matrices
 from jfla.pallas.common.packed_rows import rows_like
 from jfla.pallas.common.qk_tiles import QkgOperands, QkOptions
@@ -57,7 +63,9 @@ def load_v_tile(ctx: GradsKdaWarpgroup, v_tile: int, stage: Index) -> None:
     columns_of_v = pl.ds(v_tile * TILE_V, TILE_V)
     copies = Copies(ctx.barriers.v_full.at[stage])
     for which, source in ((DO, scans.do), (DV, scans.dv), (V_NEW, scans.v_new)):
-        start = functools.partial(copies.start, target_smem=ctx.smem.values.at[stage, which])
+        start = functools.partial(
+            copies.start, target_smem=ctx.smem.values.at[stage, which]
+        )
         index.for_rows(source, ctx.spec.heads, columns_of_v, start)
     for which, source in ((STATE, scans.states), (DSTATE, scans.dstates)):
         for tile in range(ctx.spec.num_tiles):
@@ -199,4 +207,6 @@ def grads_kda(
 
     unwritten = jax.tree.map(lambda x: lax.empty(x.shape, x.dtype), shapes)
     written = unwritten._replace(dq=v_new)
-    return write_in_place(over_v_new, written, gmem._replace(scans=scans._replace(v_new=None)))
+    return write_in_place(
+        over_v_new, written, gmem._replace(scans=scans._replace(v_new=None))
+    )

@@ -22,7 +22,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-from jfla.pallas.common.chunk_index import TILE_K, TILE_V, ChunkIndex, ChunkPart, PartGrid
+from jfla.pallas.common.chunk_index import (
+    TILE_K,
+    TILE_V,
+    ChunkIndex,
+    ChunkPart,
+    PartGrid,
+)
 from jfla.pallas.common.decay_sums import IN_BLOCK, NUM_BLOCK_SPANS, TO_NEXT_BLOCK
 from jfla.pallas.common.packed_rows import places_of
 from jfla.pallas.common.pair_passes import BLOCK, SHIFT
@@ -84,16 +90,12 @@ class SharedStorage(NamedTuple):
     values: Smem  # [stages, 3] tiles: do, dv, v_new
     q: Smem  # [tiles] tiles; then dq
     k: Smem  # [tiles] tiles; then dk
-    weights: (
-        Smem  # [2] tiles: W_q and W_k, strictly lower; then x . dx of the norms' VJP, a tile each
-    )
+    weights: Smem  # [2] tiles: W_q and W_k, strictly lower; then x . dx of the norms' VJP, a tile each
     log2_decay: Smem  # [tiles] float16 tiles, times GATE_SCALE
     sum_matrices: Smem  # [2] float16 tiles: SUM_MATRICES
     block_spans: Smem  # [1, NUM_BLOCK_SPANS, C] float16
     after: Smem  # [1] tile
-    block_decay: (
-        Smem  # [tiles, NUM_BLOCK_SPANS] vectors, by channels: the decays over `block_spans`
-    )
+    block_decay: Smem  # [tiles, NUM_BLOCK_SPANS] vectors, by channels: the decays over `block_spans`
     dg_chunk: Smem  # [tiles] vectors, by channels: the term of dg that is the same for every token
     least: Smem  # [tiles] vectors, by channels: the least sum within a block
     diagonals: Smem  # [2] vectors: do . v_new and dv . v_new of every token
@@ -220,7 +222,8 @@ class GradsKdaWarpgroup(NamedTuple):
         """[64, NUM_BLOCK_SPANS]: the sums of log2 decays over whole blocks, of every channel."""
         decay = transposed(self.smem.log2_decay.at[self.own_tile])
         return dot(
-            zeros(TILE_K, NUM_BLOCK_SPANS), (decay, transposed(self.smem.block_spans.at[self.zero]))
+            zeros(TILE_K, NUM_BLOCK_SPANS),
+            (decay, transposed(self.smem.block_spans.at[self.zero])),
         )
 
     def block_decay(self, span: int) -> Reg:
@@ -248,7 +251,9 @@ def grads_kda_storage(spec: GradsKdaSpec, operands: QkgOperands) -> SharedStorag
     return _storage_with_stages(spec, operands, stages)
 
 
-def _storage_with_stages(spec: GradsKdaSpec, operands: QkgOperands, stages: int) -> SharedStorage:
+def _storage_with_stages(
+    spec: GradsKdaSpec, operands: QkgOperands, stages: int
+) -> SharedStorage:
     num_tiles = spec.num_tiles
 
     def tiles(*lead: int, rows: int = CHUNK, dtype: DTypeLike = BF16) -> MemorySpec:
@@ -277,7 +282,9 @@ def _storage_with_stages(spec: GradsKdaSpec, operands: QkgOperands, stages: int)
     )
 
 
-def grads_kda_barriers(spec: GradsKdaSpec, operands: QkgOperands, stages: int) -> Barriers:
+def grads_kda_barriers(
+    spec: GradsKdaSpec, operands: QkgOperands, stages: int
+) -> Barriers:
     """On the host. A copy arrives once at its barrier, and so does a consumer."""
     has_bias = not spec.options.no_gate
     has_resets = operands.resets is not None

@@ -196,7 +196,9 @@ def end_pass(ctx: IntraKdaWarpgroup) -> None:
 def store_rows(ctx: IntraKdaWarpgroup, which: int, row: Reg) -> None:
     """The rows of q or k, of every block those of q first."""
     first, second, third, last = (2 * block + which for block in range(NUM_BLOCKS))
-    store_blocks(row.astype(BF16), ctx.smem.rows.at[ctx.wg], (first, second, third, last))
+    store_blocks(
+        row.astype(BF16), ctx.smem.rows.at[ctx.wg], (first, second, third, last)
+    )
 
 
 def store_columns_of(ctx: IntraKdaWarpgroup, column: Reg, distance: int) -> None:

@@ -87,7 +87,15 @@ def intra_kda(
                 part.first_tile,
             )
             return IntraKdaWarpgroup(
-                wg + work_tile.zero, work_tile, grid, part, qk, gmem, smem, barriers, ready_flags
+                wg + work_tile.zero,
+                work_tile,
+                grid,
+                part,
+                qk,
+                gmem,
+                smem,
+                barriers,
+                ready_flags,
             )
 
         used = chunks.used_tiles(gmem.qkg.q)
@@ -153,7 +161,9 @@ def _output_shapes(grid: PartGrid, key_dim: int, with_pairs: bool) -> IntraKdaOu
     a = square if with_pairs and one_block else None
     block_sums = None
     if with_pairs and not one_block:
-        block_sums = jax.ShapeDtypeStruct((*lead, grid.num_blocks, 2, CHUNK, CHUNK), F32)
+        block_sums = jax.ShapeDtypeStruct(
+            (*lead, grid.num_blocks, 2, CHUNK, CHUNK), F32
+        )
     return IntraKdaOutputs(rows, rows, rows, decay, a, a, block_sums)
 
 

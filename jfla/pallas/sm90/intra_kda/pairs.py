@@ -31,10 +31,16 @@ from jfla.pallas.mgpu.smem import BF16, F16, transposed
 from jfla.pallas.mgpu.triangular import TriangularInverse
 from jfla.pallas.mgpu.types import Gmem, Index, Reg, Smem
 from jfla.pallas.mgpu.warp_blocks import mask_behind
-from jfla.pallas.sm90.intra_kda.smem import COLUMN_BLOCKS, IntraKdaOutputs, IntraKdaWarpgroup
+from jfla.pallas.sm90.intra_kda.smem import (
+    COLUMN_BLOCKS,
+    IntraKdaOutputs,
+    IntraKdaWarpgroup,
+)
 from jfla.types import CHUNK
 
-Pairs = list[Reg]  # [C, 2 BLOCK] of every block: its rows of q D k^T, then of k D k^T, transposed
+Pairs = list[
+    Reg
+]  # [C, 2 BLOCK] of every block: its rows of q D k^T, then of k D k^T, transposed
 
 
 def pairs_warpgroup(ctx: IntraKdaWarpgroup, outputs: IntraKdaOutputs) -> None:
@@ -68,7 +74,9 @@ def sum_over_channels(ctx: IntraKdaWarpgroup) -> Pairs:
         plgpu.barrier_arrive(ctx.barriers.pairs_empty.at[tile])
         return pairs
 
-    def add_first(tile: Index, carry: tuple[Pairs, Index, Index]) -> tuple[Pairs, Index, Index]:
+    def add_first(
+        tile: Index, carry: tuple[Pairs, Index, Index]
+    ) -> tuple[Pairs, Index, Index]:
         pairs, _, further_before = carry
         plgpu.barrier_wait(ctx.barriers.pairs_full.at[tile])
         # Before the arrival: behind it the channel warpgroup could overwrite the number.
@@ -120,7 +128,9 @@ def store_a(ctx: IntraKdaWarpgroup, pairs: Pairs, outputs: IntraKdaOutputs) -> N
     lower = inverse_smem.at[zero]
     for block in range(NUM_BLOCKS):
         x = -mask_behind(pairs[block], block, K, strictly=True)
-        write_transposed(_rows(lower, block), scaled_block(x, block, scaling).astype(F16))
+        write_transposed(
+            _rows(lower, block), scaled_block(x, block, scaling).astype(F16)
+        )
     commit_smem()
     inverse = TriangularInverse(lower, inverse_smem.at[zero + 1])
     write_a_inv(inverse, scaling, a_inv, zero)
@@ -136,7 +146,9 @@ def scaled_block(x: Reg, block: int, scaling_smem: Smem) -> Reg:
     return x * pin(per_row(of_columns, BLOCK))
 
 
-def store_block_sums(ctx: IntraKdaWarpgroup, pairs: Pairs, block_sums_gmem: Gmem) -> None:
+def store_block_sums(
+    ctx: IntraKdaWarpgroup, pairs: Pairs, block_sums_gmem: Gmem
+) -> None:
     """What this channel block adds to the pairs, to global memory."""
     block_of_channels = lax.div(ctx.part.first_tile, jnp.int32(ctx.qk.num_tiles))
     target = ctx.qk.index.tile(block_sums_gmem).at[block_of_channels]

@@ -130,7 +130,9 @@ class SharedStorage(NamedTuple):
             resets=None if gmem.resets is None else vectors(2, num_tiles),
             least=vectors(2, num_tiles) if with_pairs else None,
             rows=tiles(num_tiles, rows=2 * CHUNK) if with_pairs else None,
-            columns=tiles(num_tiles, rows=BLOCK * NUM_COLUMN_BLOCKS) if with_pairs else None,
+            columns=tiles(num_tiles, rows=BLOCK * NUM_COLUMN_BLOCKS)
+            if with_pairs
+            else None,
             a_qk=tiles() if inverts else None,
             inverse=_inverse_smem() if inverts else None,
             beta_scaling=vectors(2) if inverts else None,
@@ -255,7 +257,9 @@ class IntraKdaWarpgroup(NamedTuple):
             index.for_rows(source, self.qk.value_heads, columns, start)
         index.for_rows(qkg.g, self.qk.value_heads, columns, prefetch_to_l2)
         if self.smem.bias is not None:
-            copies.start(qkg.bias.at[index.head, columns], self.smem.bias.at[slot, tile])
+            copies.start(
+                qkg.bias.at[index.head, columns], self.smem.bias.at[slot, tile]
+            )
         if self.smem.resets is not None:
             resets = qkg.resets.at[index.batch, index.tokens]
             copies.start(resets, self.smem.resets.at[slot, tile])

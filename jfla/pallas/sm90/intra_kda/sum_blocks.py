@@ -55,7 +55,9 @@ def sum_blocks(block_sums: jax.Array, beta: jax.Array) -> IntraChunk:
     ) -> None:
         index = ChunkIndex(*map(lax.axis_index, ("sequence", "head", "chunk")))
         zero = opaque_zero()
-        plgpu.copy_gmem_to_smem(index.tile(gmem.beta).at[0], smem.beta_scaling.at[0], beta_full)
+        plgpu.copy_gmem_to_smem(
+            index.tile(gmem.beta).at[0], smem.beta_scaling.at[0], beta_full
+        )
         terms = index.tile(gmem.block_sums)
 
         def total(which: int) -> Reg:
