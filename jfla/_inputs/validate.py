@@ -1,9 +1,7 @@
 """Checks the arguments of all four ops by one table, and turns them into `Inputs` and `Options`."""
 
 import dataclasses
-import math
-import numbers
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, cast
 
 import jax
@@ -13,12 +11,10 @@ from jax import Array
 from jax.core import Tracer
 from jax.typing import DTypeLike
 
-from jfla.gates import Gate, SigmoidGate, SoftplusGate
+from jfla._inputs.static import check_gate_type, check_sequence_axis, check_static
+from jfla.gates import Gate
 from jfla.pool import check_slots, is_known
-from jfla.types import CHUNK, AxisName, Inputs, Op, Options
-
-_NAMES = (None, "pallas", "xla")
-
+from jfla.types import AxisName, Inputs, Op, Options
 
 DEFAULTS: dict[str, Any] = {
     "gate": None,
@@ -42,7 +38,7 @@ def validate(
     **arguments: Any,
 ) -> tuple[Inputs, Options]:
     """The arguments of a chunked `op` as Inputs and Options. Raises ValueError naming the argument at fault."""
-    _check_static({"return_states_every": return_states_every})
+    check_static({"return_states_every": return_states_every})
     inputs, options = _validate(op, *arrays, **arguments, state_slots=None)
     if return_states_every is None:
         return inputs, options
@@ -88,9 +84,9 @@ def _validate(
         "beta_max": beta_max, "qk_norm": qk_norm, "scale": scale, "return_final_state": return_final_state,
         "state_dtype": state_dtype, "num_segments": num_segments, "implementation": implementation,
     }  # fmt: skip
-    _check_static(static)
-    _check_gate_type(gate)
-    _check_sequence_axis(sequence_axis)
+    check_static(static)
+    check_gate_type(gate)
+    check_sequence_axis(sequence_axis)
 
     needed = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
     optional = {
@@ -153,7 +149,7 @@ def validate_recurrent(
     **arguments: Any,
 ) -> tuple[Inputs, Options]:
     """The same for the ops that go token by token, which take pools and return the state after every token."""
-    _check_static({"return_states": return_states})
+    check_static({"return_states": return_states})
     if return_states and state_slots is None and arguments["segment_ids"] is not None:
         raise ValueError(
             "return_states must be False with segment_ids (it takes one sequence per row), got True"
@@ -186,78 +182,6 @@ def _check_pool(arrays: dict[str, Array], state_dtype: DTypeLike | None) -> None
     if state_dtype is not None and jnp.dtype(state_dtype) != pool.dtype:
         raise ValueError(
             f"state_dtype must be None or the pool's {pool.dtype} with state_slots, got {jnp.dtype(state_dtype)}"
-        )
-
-
-def _is_state_dtype(x: Any) -> bool:
-    try:
-        return jnp.dtype(x) in (jnp.float32, jnp.bfloat16)
-    except TypeError:
-        return False
-
-
-def _is_number(x: Any) -> bool:
-    return isinstance(x, numbers.Real) and not isinstance(x, bool) and math.isfinite(x)
-
-
-def _is_int(x: Any) -> bool:
-    return isinstance(x, (int, np.integer)) and not isinstance(x, bool)
-
-
-def _is_flag(x: Any) -> bool:
-    return isinstance(x, (bool, np.bool_))
-
-
-_STATIC_RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "beta_max": ("None or a static number above 0 (1.0, or 2.0 for negative eigenvalues)",
-                 lambda x: x is None or (_is_number(x) and x > 0)),
-    "qk_norm": ("True or False", _is_flag),
-    "scale": ("None or a static finite number", lambda x: x is None or _is_number(x)),
-    "return_final_state": ("True or False", _is_flag),
-    "return_states": ("True or False", _is_flag),
-    "return_states_every": (f"None or a static multiple of {CHUNK}",
-                            lambda x: x is None or (_is_int(x) and bool(x >= CHUNK and x % CHUNK == 0))),
-    "state_dtype": ("None, float32 or bfloat16", lambda x: x is None or _is_state_dtype(x)),
-    "num_segments": ("None or a static int of at least 1",
-                     lambda x: x is None or (_is_int(x) and bool(x >= 1))),
-    "implementation": (f"one of {_NAMES}", lambda x: x is None or (isinstance(x, str) and x in _NAMES)),
-}  # fmt: skip
-
-
-def _check_static(static: dict[str, Any]) -> None:
-    for name, x in static.items():
-        rule, holds = _STATIC_RULES[name]
-        if not holds(x):
-            raise ValueError(f"{name} must be {rule}, got {x!r}")
-
-
-def _check_sequence_axis(axis: Any) -> None:
-    """An axis over which shard_map has split the arrays: elsewhere nobody has only a stretch of time."""
-    names = axis if isinstance(axis, tuple) else (axis,)
-    split = jax.sharding.get_abstract_mesh().manual_axes
-    if axis is not None and not set(names) <= set(split):
-        raise ValueError(
-            "sequence_axis must be None or an axis of the shard_map around the call "
-            f"({', '.join(map(repr, split)) or 'there is none'}), got {axis!r}"
-        )
-
-
-def _check_gate_type(gate: Any) -> None:
-    if gate is None:
-        return
-    if not isinstance(gate, (SoftplusGate, SigmoidGate)):
-        raise ValueError(
-            f"gate must be None, a SoftplusGate or a SigmoidGate, got {type(gate).__name__}"
-        )
-    if isinstance(gate, SoftplusGate) and gate.a_log is None:
-        raise ValueError(
-            "gate.a_log must be an array [HV] for a SoftplusGate, got None"
-        )
-    if isinstance(gate, SigmoidGate) and not (
-        _is_number(gate.lower_bound) and gate.lower_bound < 0
-    ):
-        raise ValueError(
-            f"gate.lower_bound must be a static number below 0, got {gate.lower_bound!r}"
         )
 
 

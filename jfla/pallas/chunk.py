@@ -26,7 +26,8 @@ from jfla.pallas.arrays import (
     whole_chunks,
 )
 from jfla.pallas.common.chunk_index import TimeSpan
-from jfla.pallas.common.intra_gdn import IntraGdnConfig, intra_gdn
+from jfla.pallas.common.intra_gdn.kernel import intra_gdn
+from jfla.pallas.common.intra_gdn.smem import IntraGdnConfig
 from jfla.pallas.common.packed_rows import Rows
 from jfla.pallas.common.qk_tiles import QkOptions
 from jfla.pallas.common.results import IntraResults, KernelGrads

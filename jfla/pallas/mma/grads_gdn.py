@@ -26,7 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
 from jfla.pallas.common.chunk_index import TILE_K, TILE_V, ChunkGrid, ChunkIndex
-from jfla.pallas.common.intra_gdn import INV_NORMS, LOG2_CUM
+from jfla.pallas.common.intra_gdn.smem import INV_NORMS, LOG2_CUM
 from jfla.pallas.common.packed_rows import places_of, rows_like
 from jfla.pallas.common.qk_tiles import K, Q, QkOptions
 from jfla.pallas.common.results import KernelGrads

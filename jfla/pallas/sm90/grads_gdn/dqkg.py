@@ -24,7 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfla.pallas.common.chunk_index import TILE_K
-from jfla.pallas.common.intra_gdn import INV_NORMS, LOG2_CUM
+from jfla.pallas.common.intra_gdn.smem import INV_NORMS, LOG2_CUM
 from jfla.pallas.common.qk_tiles import K, Q
 from jfla.pallas.common.results import KernelGrads
 from jfla.pallas.common.token_decay import pair_decay

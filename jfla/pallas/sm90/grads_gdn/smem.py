@@ -30,7 +30,7 @@ from jfla.pallas.common.chunk_index import (
     ChunkIndex,
     TimeSpan,
 )
-from jfla.pallas.common.intra_gdn import INV_NORMS
+from jfla.pallas.common.intra_gdn.smem import INV_NORMS
 from jfla.pallas.common.packed_rows import places_of
 from jfla.pallas.common.qk_tiles import QkOptions
 from jfla.pallas.heuristics import HOPPER_SMEM_BYTES

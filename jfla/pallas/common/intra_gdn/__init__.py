@@ -1,0 +1,1 @@
+"""The intra-chunk kernel of GDN: `kernel.intra_gdn`."""
