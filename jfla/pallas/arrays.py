@@ -194,7 +194,7 @@ def to_tokens(
     if grid is None:
         return [x[:, : inputs.v.shape[1]] for x in rows]
     in_place = [x for x in rows if isinstance(x, PackedRows)]
-    returned = iter(return_ends(in_place, grid.ends))
+    returned = iter(return_ends(in_place, grid.bounds))
     return [
         next(returned) if isinstance(x, PackedRows) else take_rows(x, grid.target)
         for x in rows

@@ -199,10 +199,7 @@ def overlap_schedule(op: Op, dims: Dims, num_sms: int) -> tuple[int, int]:
     if not op.scalar_gate and dims.key_dim > 128:
         return v_block, 0
     if dims.segments is not None:
-        # Of a scalar gate the intra-chunk kernel has no register for places of rows beside the scan's.
-        return (
-            (v_block, 0) if op.scalar_gate else _overlap_of_segments(op, dims, num_sms)
-        )
+        return _overlap_of_segments(op, dims, num_sms)
     wgs = intra_wgs(op, dims.key_dim)
     alone_us, beside_us = _INTRA_US[op.scalar_gate]
 

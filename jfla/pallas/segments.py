@@ -3,11 +3,12 @@
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int, Shaped
+from jax.typing import ArrayLike
+from jaxtyping import Array, Int, Shaped
 
-from jfla.packing import num_aligned_chunks, segment_bounds
+from jfla.packing import num_aligned_chunks
 from jfla.pallas.common.end_copies import copy_ends
-from jfla.pallas.common.packed_rows import INPUTS, PackedRows, SegmentTable
+from jfla.pallas.common.packed_rows import PackedRows, SegmentTable
 from jfla.types import CHUNK
 
 CHUNK_BITS = CHUNK.bit_length() - 1  # a power of two, and so is the next
@@ -31,9 +32,7 @@ class SegmentChunks(NamedTuple):
     target: Int[
         Array, "B T"
     ]  # row of the grid of each packed token; N C: none, padding
-    ends: Int[
-        Array, "B S_plus_1 2"
-    ]  # of slots 0 .. S: first token, number of tokens; 0: none
+    bounds: Int[Array, "B S_plus_2"]  # first token of slots 0 .. S, and T
     table: SegmentTable
     most_chunks: Int[Array, "1"]  # with tokens, of the row that has most
 
@@ -41,136 +40,190 @@ class SegmentChunks(NamedTuple):
 class _Segments(NamedTuple):
     """Of segments 0 .. S-1 and of padding, which is segment S."""
 
-    first_token: Int[Array, "B S_plus_1"]
-    end_token: Int[Array, "B S_plus_1"]
+    bounds: Int[Array, "B S_plus_2"]
     rank: Int[Array, "B S_plus_1"]  # in the grid's order
     first_chunk: Int[Array, "B S_plus_1"]
-    end_chunk: Int[Array, "B S_plus_1"]
 
+    @property
+    def first_token(self) -> Int[Array, "B S_plus_1"]:
+        return self.bounds[:, :-1]
 
-class _ByChunk(NamedTuple):
-    """Of every chunk of the grid; those without tokens belong to padding."""
+    @property
+    def end_token(self) -> Int[Array, "B S_plus_1"]:
+        return self.bounds[:, 1:]
 
-    has_tokens: Bool[Array, "B N"]
-    segment: Int[Array, "B N"]
-    first_token: Int[Array, "B N"]
-    end_token: Int[Array, "B N"]  # of its segment
+    @property
+    def num_chunks(self) -> Int[Array, "B S_plus_1"]:
+        return _num_chunks(self.bounds)
+
+    @property
+    def end_chunk(self) -> Int[Array, "B S_plus_1"]:
+        return self.first_chunk + self.num_chunks
+
+    @property
+    def cta(self) -> Int[Array, "B S_plus_1"]:
+        """Of a scan. To begin a segment costs as much as one or two chunks: one more chunk is counted for each."""
+        return (self.first_chunk + self.rank) >> CTA_BITS
+
+    @property
+    def after(self) -> Int[Array, "B S_plus_1"]:
+        """The rank of the CTA's next segment, or -1."""
+        next_rank = self.rank + 1
+        next_cta = (self.end_chunk + next_rank) >> CTA_BITS
+        has_next = (next_rank < self.rank.shape[1]) & (next_cta == self.cta)
+        return jnp.where(has_next, next_rank, -1)
 
 
 def segment_chunks(segment_ids: Int[Array, "B T"], num_segments: int) -> SegmentChunks:
     """Of 0-based segments 0 .. S-1, and S for padding."""
-    time = segment_ids.shape[1]
+    batch, time = segment_ids.shape
     n_chunks = num_aligned_chunks(time, num_segments)
     segments = _segments(segment_ids, num_segments)
-    chunks = _by_chunk(segments, n_chunks)
-    slot = jnp.where(chunks.has_tokens, chunks.segment, num_segments + 1)
-    whole = chunks.has_tokens & (chunks.first_token + CHUNK <= chunks.end_token)
-    of_segment = chunks.segment < num_segments
-    read = jnp.where(whole & of_segment, chunks.first_token, -1 - chunks.segment)
-    written = jnp.where(whole, chunks.first_token, -1 - slot)
-    # Not stacked: XLA would make a kernel of that alone.
-    of_inputs = jnp.arange(2)[None, None] == INPUTS
-    places = jnp.where(of_inputs, read[..., None], written[..., None])
+    places = _places(segments, n_chunks)
 
-    token = chunks.first_token[..., None] + jnp.arange(CHUNK)[None, None]
-    in_segment = of_segment[..., None] & (token < chunks.end_token[..., None])
-    source = jnp.where(in_segment, token, time).reshape(segment_ids.shape[0], -1)
+    first_token, end_token = jnp.split(_tokens(segments, n_chunks), 2, axis=-1)
+    token = first_token + jnp.arange(CHUNK)[None, None]
+    is_token = token < end_token
+    source = jnp.where(is_token, token, time).reshape(batch, -1)
     shift = segments.first_chunk * CHUNK - segments.first_token
     own_shift = jnp.take_along_axis(shift, jnp.maximum(segment_ids - 1, 0), axis=1)
     valid = (segment_ids > 0) & (segment_ids <= num_segments)
     target = jnp.where(valid, jnp.arange(time)[None] + own_shift, n_chunks * CHUNK)
-    return SegmentChunks(
-        places.astype(jnp.int32),
-        source,
-        target,
-        _ends(segments),
-        segment_table(
-            segments.rank, segments.first_chunk, segments.end_chunk, n_chunks
-        ),
-        jnp.max(segments.end_chunk[:, -1:], axis=0).astype(jnp.int32),
-    )
+    table = SegmentTable(_table(segments), _scan_ctas(segments, n_chunks))
+    most_chunks = jnp.max(segments.end_chunk[:, -1:], axis=0)
+    return SegmentChunks(places, source, target, segments.bounds, table, most_chunks)
 
 
 def _segments(segment_ids: Int[Array, "B T"], num_segments: int) -> _Segments:
-    time = segment_ids.shape[1]
-    first_token = segment_bounds(segment_ids, num_segments)
-    end_token = jnp.pad(first_token[:, 1:], ((0, 0), (0, 1)), constant_values=time)
-    # Shifts and masks: with a division XLA makes a kernel of its own of every quotient.
-    length = (end_token - first_token + CHUNK - 1) >> CHUNK_BITS
-    number = jnp.arange(num_segments + 1)
+    number = jnp.arange(num_segments + 2)[None, None]
+    is_token = (segment_ids > 0) & (segment_ids <= num_segments)
+    with_padding = jnp.where(is_token, segment_ids, num_segments + 1)
+    bounds = jnp.sum(with_padding[:, :, None] <= number, axis=1, dtype=jnp.int32)
+    num_chunks = _num_chunks(bounds)
     # [B, own, other]: sums over other segments, because a sort would be a kernel of its own.
-    own = number[None, :, None]
-    other = number[None, None, :]
-    own_length = length[:, :, None]
-    other_length = length[:, None, :]
+    own = number[:, :, :-1].mT
+    other = number[:, :, :-1]
+    own_length = num_chunks[:, :, None]
+    other_length = num_chunks[:, None, :]
     longer = (other_length > own_length) | (
         (other_length == own_length) & (other < own)
     )
     before = jnp.where(
         own == num_segments, other < own, (other < num_segments) & longer
     )
-    rank = jnp.sum(before, axis=-1)
+    rank = jnp.sum(before, axis=-1, dtype=jnp.int32)
     first_chunk = jnp.sum(jnp.where(before, other_length, 0), axis=-1)
-    return _Segments(first_token, end_token, rank, first_chunk, first_chunk + length)
+    return _Segments(bounds, rank, first_chunk)
 
 
-def _by_chunk(segments: _Segments, n_chunks: int) -> _ByChunk:
+def _num_chunks(bounds: Int[Array, "B S_plus_2"]) -> Int[Array, "B S_plus_1"]:
+    # Shifts and masks: with a division XLA makes a kernel of its own of every quotient.
+    return (bounds[:, 1:] - bounds[:, :-1] + CHUNK - 1) >> CHUNK_BITS
+
+
+# Tables are sums over segments, one of which a row of the table belongs to, with the columns behind: each is one kernel
+# of XLA, where columns that are stacked, gathered or selected afterwards are one more.
+
+
+def _places(segments: _Segments, n_chunks: int) -> Int[Array, "B N 2"]:
+    chunks = _chunks(segments, n_chunks)
     padding = segments.rank.shape[1] - 1
-    number = jnp.arange(n_chunks)[None, :, None]
-    first_chunk = segments.first_chunk[:, None]
-    inside = (number >= first_chunk) & (number < segments.end_chunk[:, None])
-    of_chunk = lambda x: jnp.sum(jnp.where(inside, x, 0), axis=-1)
-    has_tokens = jnp.any(inside, axis=-1)
-    segment = of_chunk(jnp.arange(padding + 1)[None, None])
-    return _ByChunk(
-        has_tokens,
-        jnp.where(has_tokens, segment, padding),
-        of_chunk(segments.first_token[:, None] + (number - first_chunk) * CHUNK),
-        of_chunk(segments.end_token[:, None]),
+    column = jnp.arange(2)[None, None, None]
+    is_whole = chunks.first_token + CHUNK <= chunks.end_token
+    at_end = -1 - chunks.segment
+    read = jnp.where(is_whole & (chunks.segment < padding), chunks.first_token, at_end)
+    written = jnp.where(is_whole, chunks.first_token, at_end)
+    own = _columns(column, read, written)
+    # Added with padding, which is behind all: what chunks without tokens read, and where they write.
+    none = _columns(column, -1 - padding, -2 - padding)
+    has_none = (chunks.segment == padding) & (chunks.number >= chunks.end_chunk)
+    other = jnp.where(has_none, none, 0)
+    return jnp.sum(jnp.where(chunks.is_own, own, other), axis=2)
+
+
+def _tokens(segments: _Segments, n_chunks: int) -> Int[Array, "B N 2"]:
+    """Of each chunk the first token and the end of its segment; 0 and 0 of padding and of chunks without tokens."""
+    chunks = _chunks(segments, n_chunks)
+    padding = segments.rank.shape[1] - 1
+    column = jnp.arange(2)[None, None, None]
+    own = _columns(column, chunks.first_token, chunks.end_token)
+    is_own = chunks.is_own & (chunks.segment < padding)
+    return jnp.sum(jnp.where(is_own, own, 0), axis=2)
+
+
+class _Chunks(NamedTuple):
+    """Every chunk as a part of every segment: [B, N, S + 1, 1]."""
+
+    number: Array
+    segment: Array
+    end_chunk: Array  # of the segment
+    is_own: Array  # the chunk is one of the segment's
+    first_token: Array
+    end_token: Array  # of the segment
+
+
+def _chunks(segments: _Segments, n_chunks: int) -> _Chunks:
+    of_segment = lambda x: x[:, None, :, None]
+    number = jnp.arange(n_chunks)[None, :, None, None]
+    segment = jnp.arange(segments.rank.shape[1])[None, None, :, None]
+    first_chunk = of_segment(segments.first_chunk)
+    end_chunk = of_segment(segments.end_chunk)
+    is_own = (number >= first_chunk) & (number < end_chunk)
+    first_token = of_segment(segments.first_token) + (number - first_chunk) * CHUNK
+    end_token = of_segment(segments.end_token)
+    return _Chunks(number, segment, end_chunk, is_own, first_token, end_token)
+
+
+def _table(segments: _Segments) -> Int[Array, "B S_plus_1 5"]:
+    """`SegmentTable.segments`: a row for each rank."""
+    of_segment = lambda x: x[:, None, :, None]
+    number = jnp.arange(segments.rank.shape[1])
+    row = number[None, :, None, None]
+    column = jnp.arange(5)[None, None, None]
+    rank = of_segment(segments.rank)
+    after = of_segment(segments.after)
+    first_chunk = of_segment(segments.first_chunk)
+    end_chunk = of_segment(segments.end_chunk)
+    segment = number[None, None, :, None]
+    own = _columns(column, segment, first_chunk, end_chunk, after, -1)
+    # The segment before adds its rank + 1 to that -1, if it is of the same CTA.
+    of_next = _columns(column, 0, 0, 0, 0, rank + 1)
+    is_before = (rank == row - 1) & (after >= 0)
+    return jnp.sum(
+        jnp.where(rank == row, own, jnp.where(is_before, of_next, 0)), axis=2
     )
 
 
-def _ends(segments: _Segments) -> Int[Array, "B S_plus_1 2"]:
-    rest = (segments.end_token - segments.first_token) & (CHUNK - 1)
-    return jnp.stack([segments.end_token - rest, rest], axis=-1).astype(jnp.int32)
+def _scan_ctas(segments: _Segments, n_chunks: int) -> Int[Array, "B ctas 4"]:
+    """`SegmentTable.ctas`: which segments, neighbours in the grid, each CTA of a scan takes."""
+    num_segments = segments.rank.shape[1]
+    row = jnp.arange(num_scan_ctas(n_chunks, num_segments))[None, :, None, None]
+    column = jnp.arange(4)[None, None, None]
+    of_segment = lambda x: x[:, None, :, None]
+    rank = of_segment(segments.rank)
+    cta = of_segment(segments.cta)
+    num_chunks = of_segment(segments.num_chunks)
+    is_own = cta == row
+    is_earlier = cta < row
+    # The last of a CTA's segments has no next one; the first is as many before it as the CTA has. Padding, which is in
+    # every row's sum, makes -1 of none.
+    is_padding = rank == num_segments - 1
+    is_last = of_segment(segments.after) < 0
+    last_plus_1 = jnp.where(is_own & is_last, rank + 1, 0)
+    first_plus_1 = last_plus_1 + (is_own & is_last) - is_own
+    first_chunk = jnp.where(is_earlier, num_chunks, 0)
+    end_chunk = jnp.where(is_own | is_earlier, num_chunks, 0)
+    first = first_plus_1 - is_padding
+    last = last_plus_1 - is_padding
+    return jnp.sum(_columns(column, first, last, first_chunk, end_chunk), axis=2)
 
 
-def segment_table(
-    rank: Int[Array, "B S_plus_1"],
-    first_chunk: Int[Array, "B S_plus_1"],
-    end_chunk: Int[Array, "B S_plus_1"],
-    n_chunks: int,
-) -> SegmentTable:
-    """Which segments, neighbours in the grid, each CTA of a scan takes.
-
-    To begin a segment costs as much as one or two chunks, so that one more chunk is counted for each.
-    """
-    num_segments = rank.shape[1]
-    number = jnp.arange(num_segments)
-    numbers = jnp.broadcast_to(number[None], rank.shape)
-    cta = (first_chunk + rank) >> CTA_BITS
-    columns = jnp.stack([numbers, first_chunk, end_chunk, cta], axis=-1)
-    # A row for each rank, as sums of one number: gathers would be kernels of their own.
-    has_rank = rank[:, None, :] == number[None, :, None]
-    of_rank = jnp.sum(jnp.where(has_rank[..., None], columns[:, None], 0), axis=2)
-    of_cta = jnp.pad(of_rank[..., 3], ((0, 0), (1, 1)), constant_values=-1)
-    after = jnp.where(of_cta[:, 2:] == of_cta[:, 1:-1], number[None] + 1, -1)
-    before = jnp.where(of_cta[:, :-2] == of_cta[:, 1:-1], number[None] - 1, -1)
-    segments = jnp.concatenate(
-        [of_rank[..., :3], after[..., None], before[..., None]], axis=-1
-    )
-
-    each = jnp.arange(num_scan_ctas(n_chunks, num_segments))[None, :, None]
-    earlier = cta[:, None] < each
-    num_earlier = jnp.sum(earlier, axis=-1)
-    own = cta[:, None] == each
-    num_own = jnp.sum(own, axis=-1)
-    first_segment = jnp.where(num_own > 0, num_earlier, -1)
-    last_segment = jnp.where(num_own > 0, num_earlier + num_own - 1, -1)
-    first = jnp.max(jnp.where(earlier, end_chunk[:, None], 0), axis=-1)
-    end = jnp.max(jnp.where(earlier | own, end_chunk[:, None], 0), axis=-1)
-    ctas = jnp.stack([first_segment, last_segment, first, end], axis=-1)
-    return SegmentTable(segments.astype(jnp.int32), ctas.astype(jnp.int32))
+def _columns(column: Int[Array, "1 1 1 columns"], *values: ArrayLike) -> Array:
+    """values[column], which broadcast."""
+    x = jnp.asarray(values[-1], jnp.int32)
+    for i, value in enumerate(values[:-1]):
+        x = jnp.where(column == i, value, x)
+    return x
 
 
 def num_scan_ctas(n_chunks: int, num_segments: int) -> int:
@@ -182,7 +235,7 @@ def in_place(
     rows: list[Shaped[Array, "B T _ _"]], chunks: SegmentChunks
 ) -> list[PackedRows]:
     """Rows that kernels read: the ends are copied, zeros where there is no token."""
-    ends = copy_ends(rows, chunks.ends)
+    ends = copy_ends(rows, chunks.bounds)
     return [
         PackedRows(*of_array, chunks.places, chunks.most_chunks)
         for of_array in zip(rows, ends)

@@ -112,8 +112,10 @@ def test_scans_of_long_segments_split_v(segments, v_block):
     assert schedule(OPS["kda"], dims).scan_v_block == v_block
 
 
-@pytest.mark.parametrize(("op", "v_block", "ctas"), [("kda", 128, 103), ("gdn", 64, 0)])
-def test_kernels_of_kda_overlap_where_segments_are_packed(op, v_block, ctas):
+@pytest.mark.parametrize(
+    ("op", "v_block", "ctas"), [("kda", 128, 103), ("gdn", 128, 76)]
+)
+def test_kernels_overlap_where_segments_are_packed(op, v_block, ctas):
     dims = Dims(1, 32, 300, 128, 128, 20)
     assert overlap_schedule(OPS[op], dims, HOPPER_SMS) == (v_block, ctas)
     assert overlap_schedule(OPS[op], dims, 1)[1] == 0

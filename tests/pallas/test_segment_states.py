@@ -252,7 +252,7 @@ def test_chunks_are_read_and_written_in_place(lengths: list[list[int]]):
             np.testing.assert_array_equal(read, row * time + source + 1)
         written.append(PackedRows(*map(jnp.asarray, output[:2])))
     with jfla.pallas.interpret():
-        returned = return_ends(written, chunks.ends)
+        returned = return_ends(written, chunks.bounds)
     for x, got in zip(rows, returned):
         np.testing.assert_array_equal(got, jnp.where(ids[:, :, None, None] > 0, x, 0.0))
 

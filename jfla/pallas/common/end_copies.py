@@ -42,18 +42,18 @@ class End(NamedTuple):
     first_row: Index
 
     @classmethod
-    def of_cta(cls, ends_gmem: Gmem) -> "End":
-        """`ends_gmem` is `SegmentChunks.ends`."""
+    def of_cta(cls, bounds_gmem: Gmem) -> "End":
+        """`bounds_gmem` is `SegmentChunks.bounds`."""
         cta = lax.axis_index("cta")
         ctas_per_end = jnp.int32(CHUNK // CTA_ROWS)
-        num_slots = jnp.int32(ends_gmem.shape[1])
+        num_slots = jnp.int32(bounds_gmem.shape[1] - 1)
         end = lax.div(cta, ctas_per_end)
         batch = lax.div(end, num_slots)
         slot = lax.rem(end, num_slots)
         first_row = lax.rem(cta, ctas_per_end) * CTA_ROWS
-        return cls(
-            batch, slot, ends_gmem[batch, slot, 0], ends_gmem[batch, slot, 1], first_row
-        )
+        end_token = bounds_gmem[batch, slot + 1]
+        num_tokens = lax.rem(end_token - bounds_gmem[batch, slot], jnp.int32(CHUNK))
+        return cls(batch, slot, end_token - num_tokens, num_tokens, first_row)
 
     def copy(self, tokens_gmem: Gmem, copies_gmem: Gmem, columns: Index) -> None:
         """From the caller's rows to the copy, with zeros behind the tokens."""
@@ -87,17 +87,17 @@ class End(NamedTuple):
 
 
 def copy_ends(
-    rows: list[Shaped[Array, "B T _ _"]], ends: Int[Array, "B S_plus_1 2"]
+    rows: list[Shaped[Array, "B T _ _"]], bounds: Int[Array, "B S_plus_2"]
 ) -> list[Shaped[Array, "B S_plus_2 C _ _"]]:
     """Of every array the copies of ends that there are, with zeros behind their tokens; all of slot S is zeros.
 
-    `ends` has first token and number of tokens of each; the other slots are not written.
+    `bounds` has the first token of slots 0 .. S, and T; the other slots are not written.
     """
 
     def body(inputs_gmem: Any, copies_gmem: Any, _smem: Any, _barriers: Any) -> None:
-        tokens_gmem, ends_gmem = inputs_gmem
-        end = End.of_cta(ends_gmem)
-        of_padding = end.slot == ends_gmem.shape[1] - 1
+        tokens_gmem, bounds_gmem = inputs_gmem
+        end = End.of_cta(bounds_gmem)
+        of_padding = end.slot == bounds_gmem.shape[1] - 2
         end = end._replace(num_tokens=jnp.where(of_padding, 0, end.num_tokens))
 
         @pl.when(jnp.logical_or(of_padding, end.num_tokens > 0))
@@ -106,21 +106,21 @@ def copy_ends(
                 _for_column_blocks(end.copy, *of_array)
 
     flat = [x.reshape(*x.shape[:2], -1) for x in rows]
-    batch, num_slots, _ = ends.shape
-    shapes = [(batch, num_slots + 1, CHUNK, x.shape[2]) for x in flat]
+    batch, num_bounds = bounds.shape
+    shapes = [(batch, num_bounds, CHUNK, x.shape[2]) for x in flat]
     outputs = [jax.ShapeDtypeStruct(shape, x.dtype) for shape, x in zip(shapes, flat)]
-    copies = _launch(body, (flat, ends), outputs, ends, "jfla_copy_ends")
+    copies = _launch(body, (flat, bounds), outputs, bounds, "jfla_copy_ends")
     return [x.reshape(*x.shape[:3], *of.shape[2:]) for x, of in zip(copies, rows)]
 
 
 def return_ends(
-    rows: list[PackedRows], ends: Int[Array, "B S_plus_1 2"]
+    rows: list[PackedRows], bounds: Int[Array, "B S_plus_2"]
 ) -> list[Shaped[Array, "B T _ _"]]:
     """The tokens of every array, with those that kernels have written to copies of ends."""
 
     def body(inputs_gmem: Any, _outputs: Any, _smem: Any, _barriers: Any) -> None:
-        tokens_gmem, copies_gmem, ends_gmem = inputs_gmem
-        end = End.of_cta(ends_gmem)
+        tokens_gmem, copies_gmem, bounds_gmem = inputs_gmem
+        end = End.of_cta(bounds_gmem)
 
         @pl.when(end.first_row < end.num_tokens)
         def _():
@@ -128,16 +128,17 @@ def return_ends(
                 _for_column_blocks(end.give_back, *of_array)
 
     def write(tokens_gmem: list[Gmem], read: tuple[list[Array], Array]) -> None:
-        copies, ends = read
-        _launch(body, (tokens_gmem, copies, ends), None, ends, "jfla_return_ends")
+        copies, bounds = read
+        operands = (tokens_gmem, copies, bounds)
+        _launch(body, operands, None, bounds, "jfla_return_ends")
 
     def returned(*arrays: Array) -> list[Array]:
-        ends, *rest = arrays
-        return write_in_place(write, rest[: len(rows)], (rest[len(rows) :], ends))
+        bounds, *rest = arrays
+        return write_in_place(write, rest[: len(rows)], (rest[len(rows) :], bounds))
 
     tokens = [x.tokens.reshape(*x.tokens.shape[:2], -1) for x in rows]
     copies = [x.ends.reshape(*x.ends.shape[:3], -1) for x in rows]
-    filled = untracked(returned, [ends, *tokens, *copies])
+    filled = untracked(returned, [bounds, *tokens, *copies])
     return [x.reshape(of.tokens.shape) for x, of in zip(filled, rows)]
 
 
@@ -145,11 +146,11 @@ def _launch(
     body: Callable[..., None],
     inputs: Any,
     outputs: Any,
-    ends: Int[Array, "B S 2"],
+    bounds: Int[Array, "B S_plus_2"],
     name: str,
 ) -> Any:
-    batch, num_slots, _ = ends.shape
-    grid = {"cta": batch * num_slots * (CHUNK // CTA_ROWS)}
+    batch, num_bounds = bounds.shape
+    grid = {"cta": batch * (num_bounds - 1) * (CHUNK // CTA_ROWS)}
     return launch(body, inputs, outputs, grid=grid, num_warpgroups=1, name=name)
 
 

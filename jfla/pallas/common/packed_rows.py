@@ -13,9 +13,8 @@ from jfla.packing import num_aligned_chunks
 from jfla.pallas.mgpu.types import Gmem
 from jfla.types import CHUNK
 
-INPUTS, RESULTS = range(
-    2
-)  # of `PackedRows.places`: padding is read elsewhere than it is written
+# Columns of `PackedRows.places`: padding is read elsewhere than it is written.
+INPUTS, RESULTS = range(2)
 
 Rows = Any  # [B, T, heads, D]: an array of whole chunks, or `PackedRows`
 

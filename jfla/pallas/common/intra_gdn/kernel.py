@@ -30,7 +30,6 @@ from jfla.pallas.common.intra_gdn.smem import (
     intra_gdn_spec,
     intra_gdn_storage,
     output_shapes,
-    warpgroup_view,
 )
 from jfla.pallas.common.packed_rows import Rows, places_of
 from jfla.pallas.common.qk_tiles import K, Q, QkOptions
@@ -51,14 +50,13 @@ from jfla.pallas.mgpu.overlap import Kernel, PendingResults, ReadyFlags
 from jfla.pallas.mgpu.scheduler import TileScheduler, WorkTile
 from jfla.pallas.mgpu.smem import transposed
 from jfla.pallas.mgpu.triangular import TriangularInverse
-from jfla.pallas.mgpu.types import Index, Reg
+from jfla.pallas.mgpu.types import Gmem, Index, Reg
 from jfla.stages import (
     CHUNK_DECAY,
     K_FROM_START,
     K_TO_END,
     Q_FROM_START,
     FactoredQK,
-    IntraChunk,
 )
 from jfla.types import CHUNK
 
@@ -69,7 +67,7 @@ def load_tokens(ctx: IntraGdnWarpgroup, gmem: IntraGdnInputs) -> None:
     if ctx.spec.loads_qk:
         for tile in range(ctx.spec.num_tiles):
             ctx.qk.prefetch(tile, gmem.q, gmem.k, loaded)
-    source = ctx.qk.index.tile(gmem.token_inputs)
+    source = ctx.index.tile(gmem.token_inputs)
     loaded.start(source, ctx.vectors.token_inputs)
     loaded.wait()
 
@@ -123,29 +121,29 @@ def decayed_dots(ctx: IntraGdnWarpgroup, which: int) -> Reg:
     return x * pair_decay(ctx.vectors.token_scalars.at[LOG2_CUM], qk.scale(which))
 
 
-def compute_a(ctx: IntraGdnWarpgroup, intra_gmem: IntraChunk) -> None:
-    """Computes a_qk and a_inv and starts their stores.
-
-    Each is staged in a tile that the dots have read: a_qk in the first of q, which k D k^T does not
-    read, and a_inv in the first of k. With more than one tile, `ctx.lower` and `ctx.scratch` take
-    the place of the last of q and of k.
-    """
-    index = ctx.qk.index
-    beta_scaling = ctx.vectors.beta_scaling
-    a_qk_smem = ctx.qk.q.at[ctx.opaque_index(0)]
-    a_inv_smem = ctx.qk.k.at[ctx.opaque_index(0)]
-    qk_dots = decayed_dots(
-        ctx, Q
-    )  # before the mask, which would be live across the dots
-    a_qk = jnp.where(ctx.lower_mask(), qk_dots, zeros(CHUNK, CHUNK))
-    a_qk_smem[...] = a_qk.astype(a_qk_smem.dtype)
+def compute_a_qk(ctx: IntraGdnWarpgroup, a_qk_gmem: Gmem) -> None:
+    """Computes a_qk and starts its store from the first tile of q, which k D k^T does not read."""
+    staging = ctx.qk.q.at[ctx.opaque_index(0)]
+    # Before the mask, which would be live across the dots.
+    dots = decayed_dots(ctx, Q)
+    a_qk = jnp.where(ctx.lower_mask(), dots, zeros(CHUNK, CHUNK))
+    staging[...] = a_qk.astype(staging.dtype)
     commit_smem()
-    store_tile(a_qk_smem, index.tile(intra_gmem.a_qk))
-    kk_dots = decayed_dots(ctx, K)
-    write_lower(kk_dots, beta_scaling, ctx.lower, ctx.work.zero)
+    store_tile(staging, ctx.index.tile(a_qk_gmem))
+
+
+def compute_a_inv(ctx: IntraGdnWarpgroup, a_inv_gmem: Gmem) -> None:
+    """Computes a_inv and starts its store from the first tile of k.
+
+    With more than one tile, `ctx.lower` and `ctx.scratch` take the place of the last of q and of k.
+    """
+    staging = ctx.qk.k.at[ctx.opaque_index(0)]
+    beta_scaling = ctx.vectors.beta_scaling
+    dots = decayed_dots(ctx, K)
+    write_lower(dots, beta_scaling, ctx.lower, ctx.work.zero)
     inverse = TriangularInverse(ctx.lower, ctx.scratch)
-    write_a_inv(inverse, beta_scaling, a_inv_smem, ctx.work.zero)
-    store_tile(a_inv_smem, index.tile(intra_gmem.a_inv))
+    write_a_inv(inverse, beta_scaling, staging, ctx.work.zero)
+    store_tile(staging, ctx.index.tile(a_inv_gmem))
 
 
 def intra_of_chunk(
@@ -154,16 +152,17 @@ def intra_of_chunk(
     out_gmem: IntraGdnOutputs,
     ready_flags: ReadyFlags,
 ) -> None:
-    """Everything that a warpgroup does with a chunk."""
-    index = ctx.qk.index
+    """Everything that a warpgroup does with a chunk, each part with addresses of its own."""
+    index = ctx.index
     load_tokens(ctx, gmem)
     write_row_factors(ctx)
     commit_smem()
     store_tile(ctx.vectors.factors, index.tile(out_gmem.factors))
     store_tile(ctx.vectors.token_scalars, index.tile(out_gmem.token_scalars))
     if out_gmem.intra is not None:
-        compute_a(ctx, out_gmem.intra)
-    ready_flags.signal(index.number)
+        compute_a_qk(ctx.anew(), out_gmem.intra.a_qk)
+        compute_a_inv(ctx.anew(), out_gmem.intra.a_inv)
+    ready_flags.signal(ctx.anew().index.number)
     # The next chunk is loaded over what these stores read.
     wait_for_stores(read_only=True)
 
@@ -194,8 +193,8 @@ def intra_gdn(
         wg = lax.axis_index("wg")
 
         def work_on(work: WorkTile) -> None:
-            index = spec.grid(work.tile_index, places_of(gmem.q))
-            ctx = warpgroup_view(spec, smem, barriers, wg, work, index)
+            places = places_of(gmem.q)
+            ctx = IntraGdnWarpgroup(spec, smem, barriers, wg, work, places)
             intra_of_chunk(ctx, gmem, out_gmem, ready_flags)
 
         # Beside a consumer with more warpgroups, some have no part in this kernel.

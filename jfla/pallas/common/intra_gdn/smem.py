@@ -15,6 +15,7 @@ from jfla.pallas.common.qk_tiles import QkOptions, QkTiles
 from jfla.pallas.context import interpreting
 from jfla.pallas.machine import on_hopper
 from jfla.pallas.mgpu.iota import iota2d, iota_smem
+from jfla.pallas.mgpu.opaque import opaque_zero
 from jfla.pallas.mgpu.scheduler import WorkTile
 from jfla.pallas.mgpu.smem import F16, F32, tile_smem
 from jfla.pallas.mgpu.types import Barrier, Gmem, Index, MemorySpec, Reg, Smem
@@ -107,13 +108,59 @@ class IntraGdnWarpgroup(NamedTuple):
     """What one warpgroup sees of the chunk that it works on: its own parts of shared memory."""
 
     spec: IntraGdnSpec
+    smem: SharedStorage
+    barriers: Barrier  # Barriers, or None without TMA
     wg: Index
     work: WorkTile
-    qk: QkTiles
-    lower: Smem  # [C, C] float16: the matrix to invert
-    scratch: Smem  # [C, C] float16: of the inverse
-    vectors: TokenVectors
-    barriers: Barrier  # Barriers, or None without TMA
+    places: Gmem  # `places_of` q
+
+    def anew(self) -> "IntraGdnWarpgroup":
+        """The same chunk, with addresses and indices computed again: kept, each would hold a register."""
+        return self._replace(work=self.work._replace(zero=opaque_zero()))
+
+    @property
+    def index(self) -> ChunkIndex:
+        return self.spec.grid(self.work.tile_index + self.work.zero, self.places)
+
+    @property
+    def vectors(self) -> TokenVectors:
+        return TokenVectors(
+            *[None if x is None else x.at[self._row] for x in self.smem.vectors]
+        )
+
+    @property
+    def qk(self) -> QkTiles:
+        return QkTiles(
+            options=self.spec.options,
+            index=self.index,
+            value_heads=self.spec.grid.heads,
+            num_tiles=self.spec.num_tiles,
+            q=self._own_tiles(self.smem.q)[0],
+            k=self._own_tiles(self.smem.k)[0],
+            square_norms=self.vectors.square_norms,
+        )
+
+    @property
+    def lower(self) -> Smem:
+        """[C, C] float16: the matrix to invert."""
+        return self._own_tiles(self.smem.q)[1]
+
+    @property
+    def scratch(self) -> Smem:
+        """[C, C] float16: of the inverse."""
+        return self._own_tiles(self.smem.k)[1]
+
+    @property
+    def _row(self) -> Index:
+        return self.wg + self.work.zero
+
+    def _own_tiles(self, tiles_smem: Smem) -> tuple[Smem, Smem]:
+        """The tiles of q or of k, and the last float16 tile."""
+        if tiles_smem is None:
+            return None, None
+        own_tiles, f16_tiles = tiles_smem
+        last_tile = self.work.zero + self.spec.num_tiles - 1
+        return own_tiles.at[self._row], f16_tiles.at[self._row, last_tile]
 
     def opaque_index(self, n: int) -> Index:
         """n, as a traced value: `dot` cannot close over a reference that a Python int indexed."""
@@ -122,42 +169,6 @@ class IntraGdnWarpgroup(NamedTuple):
     def lower_mask(self) -> Reg:
         """[C, C]: True up to the diagonal."""
         return iota2d(1, CHUNK, self.vectors.iota) <= iota2d(0, CHUNK)
-
-
-def warpgroup_view(
-    spec: IntraGdnSpec,
-    smem: SharedStorage,
-    barriers: Barriers | None,
-    wg: Index,
-    work: WorkTile,
-    index: ChunkIndex,
-) -> IntraGdnWarpgroup:
-    """In the kernel: a warpgroup's view of shared memory and of its chunk."""
-    row = wg + work.zero
-    last_tile = work.zero + spec.num_tiles - 1
-    q_smem, lower_smem = _own_tiles(smem.q, row, last_tile)
-    k_smem, scratch_smem = _own_tiles(smem.k, row, last_tile)
-    vectors = TokenVectors(*[None if x is None else x.at[row] for x in smem.vectors])
-    qk = QkTiles(
-        options=spec.options,
-        index=index,
-        value_heads=spec.grid.heads,
-        num_tiles=spec.num_tiles,
-        q=q_smem,
-        k=k_smem,
-        square_norms=vectors.square_norms,
-    )
-    return IntraGdnWarpgroup(
-        spec, wg, work, qk, lower_smem, scratch_smem, vectors, barriers
-    )
-
-
-def _own_tiles(tiles_smem: Smem, row: Index, last_tile: Index) -> tuple[Smem, Smem]:
-    """In the kernel: a warpgroup's tiles of q or of k, and its last float16 tile."""
-    if tiles_smem is None:
-        return None, None
-    own_tiles, f16_tiles = tiles_smem
-    return own_tiles.at[row], f16_tiles.at[row, last_tile]
 
 
 def intra_gdn_spec(
