@@ -144,9 +144,8 @@ def _case_rows(
     try:
         arrays = _drawn(case)
         exact.begin(case, arrays[0])
-    except (
-        Exception
-    ) as failure:  # too large for this device: the other cases are worth having
+    # too large for this device: the other cases are worth having
+    except Exception as failure:
         return [_refused(case, name, failure) for name in plan.implementations]
     forwards = {
         row.implementation: row
@@ -190,9 +189,8 @@ def _row(
             return _measured(case, name, program, arrays, repeats, record, exact)
         finally:
             program.release()
-    except (
-        Exception
-    ) as failure:  # of a peer or the compiler: the other rows are worth having
+    # of a peer or the compiler: the other rows are worth having
+    except Exception as failure:
         return _refused(case, name, failure)
 
 

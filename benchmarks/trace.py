@@ -30,9 +30,8 @@ def device_events(run: Callable[[], Any]) -> list[Event]:
         try:
             with jax.profiler.trace(folder, profiler_options=options):
                 run()
-        except (
-            RuntimeError
-        ):  # no access to the GPU's counters, or a profile is being taken already
+        # no access to the GPU's counters, or a profile is being taken already
+        except RuntimeError:
             return []
         files = sorted(pathlib.Path(folder).rglob("*.xplane.pb"))
         return events(ProfileData.from_file(str(files[0]))) if files else []

@@ -35,9 +35,8 @@ def received(text: str, devices: int) -> dict[str, int]:
     found: collections.Counter[str] = collections.Counter()
     for result, kind, start in COLLECTIVE.findall(text):
         shapes = [found for found in SHAPE.findall(result) if found[0] != "u32"]
-        if (
-            start and kind != "all-reduce"
-        ):  # a start has its operands beside its results
+        # a start has its operands beside its results
+        if start and kind != "all-reduce":
             shapes = shapes[len(shapes) // 2 :]
         size = sum(
             math.prod(int(n) for n in shape.split(",") if n)

@@ -59,9 +59,8 @@ class Model:
     time: int = 1024
     steps: int = 3000
     learning_rate: float = 6e-4
-    every: int = (
-        10  # steps of one call of the compiled program, whose losses are averaged
-    )
+    # steps of one call of the compiled program, whose losses are averaged
+    every: int = 10
 
     @property
     def tokens(self) -> int:

@@ -114,9 +114,8 @@ class _Jacobian:
     output: jax.tree_util.PyTreeDef
     moving: tuple[int, ...]
     transposed: bool = False
-    vmaps: tuple[
-        tuple[int | None, ...], ...
-    ] = ()  # of every leaf kept, the inner vmap first
+    # of every leaf kept, the inner vmap first
+    vmaps: tuple[tuple[int | None, ...], ...] = ()
 
     def split(self, operands: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
         """What is kept, and what the map is linear in."""

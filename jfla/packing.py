@@ -72,15 +72,12 @@ def starts(segment_ids: Int[Array, "B T"]) -> Bool[Array, "B T"]:
 class Aligned(NamedTuple):
     """A grid in which every segment starts on a chunk boundary: the place of each token, the segment of each chunk."""
 
-    source: Int[
-        Array, "B T_aligned"
-    ]  # packed position that an aligned row reads; T (out of range) where it is padding
-    target: Int[
-        Array, "B T"
-    ]  # aligned row of each packed token; T_aligned (out of range) where it is padding
-    segment: Int[
-        Array, "B N"
-    ]  # 0-based segment of each chunk; unused chunks point at the last segment
+    # packed position that an aligned row reads; T (out of range) where it is padding
+    source: Int[Array, "B T_aligned"]
+    # aligned row of each packed token; T_aligned (out of range) where it is padding
+    target: Int[Array, "B T"]
+    # 0-based segment of each chunk; unused chunks point at the last segment
+    segment: Int[Array, "B N"]
 
 
 def num_aligned_chunks(time: int, num_segments: int, chunk: int = CHUNK) -> int:
@@ -145,9 +142,8 @@ def take_rows(
 # a single row is indexed without `vmap`, because `jax.experimental.checkify` ends in an IndexError at a scatter with a
 # batch axis.
 
-FEW_SLOTS = (
-    8  # more states than this are indexed: selecting one of 16 takes twice as long
-)
+# more states than this are indexed: selecting one of 16 takes twice as long
+FEW_SLOTS = 8
 
 
 def read_slot(

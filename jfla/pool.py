@@ -16,9 +16,8 @@ IDLE = -1
 def named_slots(state_slots: Integer[Array, " B"], num_slots: int) -> Int[Array, " B"]:
     """The slots as int32, IDLE in the place of what is no slot of the pool."""
     if state_slots.dtype.itemsize < 4:
-        state_slots = state_slots.astype(
-            jnp.int32
-        )  # num_slots may not fit in a narrower one
+        # num_slots may not fit in a narrower one
+        state_slots = state_slots.astype(jnp.int32)
     exists = (state_slots >= 0) & (state_slots < num_slots)
     return jnp.where(exists, state_slots.astype(jnp.int32), IDLE)
 

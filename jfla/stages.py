@@ -93,9 +93,8 @@ def _by_chunk(
     )
 
 
-Q_FROM_START, K_FROM_START, K_TO_END, CHUNK_DECAY = range(
-    4
-)  # rows of FactoredQK.factors
+# rows of FactoredQK.factors
+Q_FROM_START, K_FROM_START, K_TO_END, CHUNK_DECAY = range(4)
 
 
 class IntraChunk(NamedTuple):
@@ -139,9 +138,8 @@ class Residuals(NamedTuple):
     """What the forward leaves for the backward beside the inputs."""
 
     intra: IntraChunk
-    state_checkpoints: (
-        Float[Array, "B HV spans V K"] | None
-    )  # S^T where the spans of time begin
+    # S^T where the spans of time begin
+    state_checkpoints: Float[Array, "B HV spans V K"] | None
     # Where time is split over devices, and R of the spans that a device scans side by side.
     entered: Entered | None = None
     split_r: Float[Array, "B HV splits K K"] | None = None

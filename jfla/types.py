@@ -86,9 +86,8 @@ class Inputs(NamedTuple):
     gate: Gate | None
     initial_state: State | None
     segment_ids: SegmentIds | None
-    state_slots: Int[Array, " B"] | None = (
-        None  # then `initial_state` is a pool [P, HV, K, V]
-    )
+    # then `initial_state` is a pool [P, HV, K, V]
+    state_slots: Int[Array, " B"] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,16 +100,13 @@ class Options:
     qk_norm: bool
     return_final_state: bool
     num_segments: int | None  # S of a packed call, where the caller says it
-    per_segment_state: bool = (
-        False  # each packed segment has a state of its own going in or coming out
-    )
+    # each packed segment has a state of its own going in or coming out
+    per_segment_state: bool = False
     return_states: bool = False  # the final state is that after every token
-    sequence_axis: AxisName | None = (
-        None  # over whose devices time is split: see jfla.parallel
-    )
-    states_every: int | None = (
-        None  # the final state is that after every so many tokens, and after the last
-    )
+    # over whose devices time is split: see jfla.parallel
+    sequence_axis: AxisName | None = None
+    # the final state is that after every so many tokens, and after the last
+    states_every: int | None = None
     state_dtype: str | None = None  # of the final state; None: that of the computation
 
     @property

@@ -52,9 +52,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
     interpreter.quicken()
     for pytree in (gates.SoftplusGate, gates.SigmoidGate, Stretch):
-        pytree.__init__ = (
-            pytree.__init__.__wrapped__
-        )  # JAX builds pytrees with placeholders in the place of arrays
+        # JAX builds pytrees with placeholders in the place of arrays
+        pytree.__init__ = pytree.__init__.__wrapped__
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -61,9 +61,8 @@ def one_chunk(q, k, v, g, beta, state):
         "S": state,
     }
     token = np.arange(C)
-    between = np.array(
-        [spans(np.arange(1, C + 1), np.full(C, i)) for i in range(C)]
-    )  # [i, j, m]
+    # [i, j, m]
+    between = np.array([spans(np.arange(1, C + 1), np.full(C, i)) for i in range(C)])
     x["D"] = np.exp(np.einsum("ijm,md->ijd", between, x["g"])) * np.tri(C)[..., None]
     x["eps"] = np.exp(spans(np.zeros(C), token) @ x["g"])
     x["eta"] = np.exp(spans(token + 1, np.full(C, C)) @ x["g"])

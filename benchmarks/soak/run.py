@@ -44,9 +44,8 @@ class Plan:
     implementation: str | None = None  # None: the one that a user's call takes
     cases: int | None = None
     each: int = 4  # cases of every compiled call
-    interpret: bool = (
-        False  # kernels run on the CPU in interpret mode, a few small cases a minute
-    )
+    # kernels run on the CPU in interpret mode, a few small cases a minute
+    interpret: bool = False
     out: pathlib.Path = pathlib.Path("soak_failure.py")
 
 

@@ -31,9 +31,8 @@ HOPPER_SMEM_BYTES = SMEM_BYTES["9.0"]
 
 MIN_SPLIT_CHUNKS = 16
 MAX_TIME_SPLITS = 16
-MIN_TIME_SPLITS = (
-    3  # finding where the splits begin takes a scan over each in two forms
-)
+# finding where the splits begin takes a scan over each in two forms
+MIN_TIME_SPLITS = 3
 
 LONG_SEGMENT_CHUNKS = 8  # chunks of the aligned grid for each segment
 
@@ -71,14 +70,12 @@ class Schedule:
     smem_bytes: int
     scan_v_block: int  # columns of V per CTA of a scan
     overlap_v_block: int  # the same where the intra-chunk kernel runs beside the scan
-    overlap_ctas: (
-        int  # CTAs of the intra-chunk kernel beside the scan; 0: it runs before
-    )
+    # CTAs of the intra-chunk kernel beside the scan; 0: it runs before
+    overlap_ctas: int
     time_splits: int  # spans of time that are scanned side by side
     stretch_splits: int  # the same, where time is split over devices as well
-    num_spans: (
-        int  # spans of time that the backward takes one after the other; 0: all at once
-    )
+    # spans of time that the backward takes one after the other; 0: all at once
+    num_spans: int
     intra_wgs: int  # warpgroups of a CTA of the intra-chunk kernel that take chunks of their own
     intra_ctas: int  # CTAs of the intra-chunk kernel, at most
 
@@ -262,9 +259,8 @@ def num_spans(op: Op, dims: Dims, num_sms: int) -> int:
     """
     if dims.segments is not None:
         return 0
-    states_bytes = (
-        dims.num_chunks * dims.key_dim * dims.value_dim * 2 * 2
-    )  # bf16, at both ends
+    # bf16, at both ends
+    states_bytes = dims.num_chunks * dims.key_dim * dims.value_dim * 2 * 2
     n_chunks = dims.n_chunks
     if not op.scalar_gate or states_bytes < MANY_STATES_BYTES:
         return 0

@@ -29,9 +29,8 @@ class SegmentChunks(NamedTuple):
 
     places: Int[Array, "B N 2"]  # of INPUTS and of RESULTS
     source: Int[Array, "B N_C"]  # packed position that a row of the grid reads; T: none
-    target: Int[
-        Array, "B T"
-    ]  # row of the grid of each packed token; N C: none, padding
+    # row of the grid of each packed token; N C: none, padding
+    target: Int[Array, "B T"]
     bounds: Int[Array, "B S_plus_2"]  # first token of slots 0 .. S, and T
     table: SegmentTable
     most_chunks: Int[Array, "1"]  # with tokens, of the row that has most

@@ -35,12 +35,10 @@ class Stretch:
 
     first: Int[Array, " B"]  # slot of the first token's sequence
     last: Int[Array, " B"]  # slot of the sequence that is open at the end
-    enters: Bool[
-        Array, " B"
-    ]  # whether slot `first` begins from what the devices before leave
-    owned: Bool[
-        Array, "B S"
-    ]  # the final states that are this device's, each on one device
+    # whether slot `first` begins from what the devices before leave
+    enters: Bool[Array, " B"]
+    # the final states that are this device's, each on one device
+    owned: Bool[Array, "B S"]
     axis: AxisName = dataclasses.field(metadata={"static": True})
 
     def enter(

@@ -48,9 +48,8 @@ def scan(
 
     def token(states, x):
         slot, *arrays = x
-        if (
-            states.shape[1] == 1
-        ):  # no gather: on several devices the state would travel for it at every token
+        # no gather: on several devices the state would travel for it at every token
+        if states.shape[1] == 1:
             state, output = step(states[:, 0], *arrays)
             return state[:, None], (output, state if every_state else None)
         state, output = step(read_slot(states, slot), *arrays)

@@ -88,9 +88,8 @@ def dstate_scan(
             + q_from_start.mT @ do
             - k_from_start.mT @ dv
         )
-        if (
-            source is not None
-        ):  # the state was read there, and there it may have been returned, too
+        # the state was read there, and there it may have been returned, too
+        if source is not None:
             carried = write_state(carried, slot, jnp.zeros_like(start))
             start = start + read_state(carried, source)
             slot = source

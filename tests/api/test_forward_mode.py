@@ -66,9 +66,8 @@ def draw(call: Call, seed: int = 0, batch: int = 2) -> dict[str, jax.Array]:
     x["g"] = -rng.random((*tokens, 2, *gate_dim))
     x["beta"] = rng.standard_normal((*tokens, 2))
     if call.gate:
-        x["a_log"] = (
-            rng.standard_normal(2) - 4
-        )  # slow decays: the initial state is not forgotten
+        # slow decays: the initial state is not forgotten
+        x["a_log"] = rng.standard_normal(2) - 4
         x["dt_bias"] = rng.standard_normal((2, *gate_dim))
     if call.state:
         states = (3,) if call.segments == "states" else ()

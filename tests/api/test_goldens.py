@@ -30,9 +30,8 @@ def check(name: str, results: dict, arrays: dict, expected: set[str]) -> None:
         if not e <= limit(name, array)
     }
     assert not wrong
-    assert (
-        errors.keys() == goldens.TOLERANCES[name].keys()
-    )  # nothing that the golden stores went unread
+    # nothing that the golden stores went unread
+    assert errors.keys() == goldens.TOLERANCES[name].keys()
 
 
 @pytest.mark.parametrize("form", ["chunk", "recurrent"])

@@ -162,9 +162,8 @@ def test_what_a_precision_may_lose(config, style):
         if not e <= limits[name]
     }
     assert not wrong
-    if (
-        config.dtype != "float32"
-    ):  # only what goes in and comes out is narrow: nothing is rounded on the way
+    # only what goes in and comes out is narrow: nothing is rounded on the way
+    if config.dtype != "float32":
         float32 = evaluate(
             dataclasses.replace(config, dtype="float32"), "chunk", x, ids, cotangents
         )

@@ -172,9 +172,10 @@ def test_explicit_mesh_axes(state):
     place = lambda x, *spec: jax.device_put(
         jnp.asarray(x), NamedSharding(mesh, PartitionSpec(*spec))
     )
+    # 4 heads of q and k
     per_head = [
         x[:, :, np.repeat(np.arange(2), 2)] if i < 2 else x for i, x in enumerate(main)
-    ]  # 4 heads of q and k
+    ]
     placed = [place(x, "b", None, "h") for x in per_head]
     rest |= {"gate": jax.tree.map(lambda x: place(x, "h"), rest["gate"])}
     if state:

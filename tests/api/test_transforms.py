@@ -105,12 +105,10 @@ def test_remat_keeps_what_the_policy_names_and_changes_no_number(op, capsys):
         for line in capsys.readouterr().out.splitlines()
         if "from the argument" not in line
     ]
-    assert [line.split()[0] for line in computed] == [
-        "f32[2,2,8,64,64]"
-    ] * 2  # [N, B, HV, C, C]
-    assert matmuls(kept) < matmuls(
-        nothing
-    )  # A_qk and the inverse are not made a second time
+    # [N, B, HV, C, C]
+    assert [line.split()[0] for line in computed] == ["f32[2,2,8,64,64]"] * 2
+    # A_qk and the inverse are not made a second time
+    assert matmuls(kept) < matmuls(nothing)
     if op == "gdn":
         assert_close(
             jax.jit(jax.grad(kept))(x),

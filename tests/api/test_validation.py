@@ -220,9 +220,8 @@ def test_what_numpy_and_python_hold_is_taken(op):
              implementation="xla")  # fmt: skip
     want = call(op, gate=jfla.SoftplusGate(jnp.zeros(HV)), segment_ids=jnp.array(IDS), initial_state=STATES, scale=0.5,
                 beta_max=1.0, return_final_state=True, implementation="xla")  # fmt: skip
-    assert (
-        out.output.dtype == out.final_state.dtype == jnp.float32
-    )  # float64 without x64 is float32, as all over JAX
+    # float64 without x64 is float32, as all over JAX
+    assert out.output.dtype == out.final_state.dtype == jnp.float32
     for a, b in zip(out, want):
         np.testing.assert_array_equal(a, b)
 

@@ -78,9 +78,8 @@ def test_the_command_measures_draws_and_merges(
     assert "copy" in done.output
     rows = results.read(out).rows
     assert len(rows) == 6
-    timed = [
-        row for row in rows if row.timed != "backward"
-    ]  # which on a busy machine drowns in noise, and says so
+    # which on a busy machine drowns in noise, and says so
+    timed = [row for row in rows if row.timed != "backward"]
     assert len(timed) == 4
     assert all(row.ms is not None and row.ms > 0 and row.errors for row in timed)
     assert all((row.ms is None) == ("noise" in (row.refused or "")) for row in rows)

@@ -58,12 +58,10 @@ def test_a_profile_that_is_not_whole_is_no_device_time(monkeypatch: pytest.Monke
     assert profiled(kernels) == pytest.approx([0.2, 0.2, 0.2])
     assert profiled([]) is None
     assert profiled(kernels[1:]) is None
-    assert (
-        profiled(kernels[3:]) is None
-    )  # as many events in each run, but not of each call
-    assert (
-        profiled([event for event in kernels if event.start % 8e8 != 0]) is None
-    )  # the same one in each run
+    # as many events in each run, but not of each call
+    assert profiled(kernels[3:]) is None
+    # the same one in each run
+    assert profiled([event for event in kernels if event.start % 8e8 != 0]) is None
     assert (
         profiled(
             [

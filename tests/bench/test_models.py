@@ -40,9 +40,8 @@ def test_training_ends_with_a_record_that_the_page_shows(tmp_path: pathlib.Path)
     assert runs["float32"]["implementation"] == "xla"
     (part,) = record["parts"]
     together = part["op_ms"] + part["optimizer_ms"] + part["rest_ms"]
-    assert together == pytest.approx(
-        part["step_ms"], abs=2e-4
-    )  # each is rounded to 1e-4
+    # each is rounded to 1e-4
+    assert together == pytest.approx(part["step_ms"], abs=2e-4)
 
     # Whole runs are kept; a record of another model is not added to.
     before = path.read_text()

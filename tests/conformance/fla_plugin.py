@@ -36,9 +36,8 @@ def pytest_configure(config: pytest.Config) -> None:
     adapter = importlib.import_module("fla_adapter")
     modules = {name: importlib.import_module(name) for name in adapter.OPS}
     adapter.install(modules, config.getoption("implementation"))
-    if not hasattr(
-        config, "workerinput"
-    ):  # workers send their reports to the first process
+    # workers send their reports to the first process
+    if not hasattr(config, "workerinput"):
         config.pluginmanager.register(Recorder(config.getoption("record")))
 
 

@@ -133,9 +133,8 @@ def test_the_key_decides(model, tokens):
     first = run(KEY)
     np.testing.assert_array_equal(run(KEY), first)
     assert (run(jax.random.key(6)) != first).any()
-    assert (
-        len({tuple(column) for column in first.T}) > 1
-    )  # a key of its own for every step
+    # a key of its own for every step
+    assert len({tuple(column) for column in first.T}) > 1
     streamed = model.stream(prompt, 9, key=KEY, temperature=3.0, top_k=VOCAB)
     np.testing.assert_array_equal(np.stack(list(streamed), axis=1), first)
 
@@ -386,14 +385,12 @@ def test_gates_start_as_published(cls):
     )
     assert rate.min() >= 1
     assert rate.max() <= 16
-    np.testing.assert_allclose(
-        rate.mean(), 8.5, rtol=0.05
-    )  # uniform, so the mean is in the middle
+    # uniform, so the mean is in the middle
+    np.testing.assert_allclose(rate.mean(), 8.5, rtol=0.05)
     assert step.min() >= 0.999e-3
     assert step.max() <= 0.1001
-    np.testing.assert_allclose(
-        np.log(step).mean(), np.log(1e-2), rtol=0.05
-    )  # log-uniform
+    # log-uniform
+    np.testing.assert_allclose(np.log(step).mean(), np.log(1e-2), rtol=0.05)
     if cls is jfla.nn.KimiDeltaAttention:
         assert not np.asarray(
             cls(2, num_heads=512, head_dim=2, lower_bound=-5.0, rngs=nnx.Rngs(0)).a_log[

@@ -40,9 +40,8 @@ def run(op, main, implementation="pallas", **rest):
 def check(op: str, dtype: str, tolerance: float, **sizes):
     """Values against "xla"; what is not named keeps its bits, and padding is 0."""
     main, pool, options = make(op, dtype, **sizes)
-    rounding = (
-        8e-3 if dtype == "bfloat16" else tolerance
-    )  # the last bit of one implementation
+    # the last bit of one implementation
+    rounding = 8e-3 if dtype == "bfloat16" else tolerance
     pool = pool.at[OTHERS].set(jnp.nan)
     ids, dirty = padded(main, np.minimum(LENGTHS, main[0].shape[1]))
     for segment_ids, x in ((None, main), (ids, dirty)):

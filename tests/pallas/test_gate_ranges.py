@@ -62,9 +62,8 @@ def passes(g: jax.Array, gate: Any) -> np.ndarray:
     """[B, HV, N, 2]: of the halves of 64 channels of every chunk."""
     decay = np.maximum(to_chunks(log_decay(g, gate)) / np.log(2), STRONGEST_OF_CHANNEL)
     blocks = decay.reshape(*decay.shape[:3], NUM_BLOCKS, BLOCK, 2, 64)
-    least = (
-        blocks[..., 1:, :, :].sum(axis=4).min(axis=(3, 5))
-    )  # without their first tokens
+    # without their first tokens
+    least = blocks[..., 1:, :, :].sum(axis=4).min(axis=(3, 5))
     return np.asarray(passes_of(jnp.asarray(least, jnp.float32)))
 
 

@@ -38,9 +38,8 @@ CALLS = [
 @pytest.mark.parametrize("call", CALLS, ids=str)
 def test_values_and_gradients(call):
     if call.op == "kda" or call.value_dim == 64:
-        check(
-            call, scheduled(call.op, num_sms=1)
-        )  # one CTA takes several chunks, and all of V
+        # one CTA takes several chunks, and all of V
+        check(call, scheduled(call.op, num_sms=1))
         return
     with jfla.pallas.interpret():
         check(call, by_kernels(call.op))

@@ -27,9 +27,10 @@ STYLES = {  # gates of every strength, and a case in which every token empties t
     "any": Style(2, gates=("none", "weak", "wide", "empty"), betas=(None, 0.0, 2.0)),
 }
 
+# 32 tokens a device on four
 KDA = Config(
     "kda", batch=1, time=128, group=2, key_dim=8, value_dim=4, state=True, final=True
-)  # 32 tokens a device on four
+)
 GDN = dataclasses.replace(
     KDA, op="gdn", batch=2, gate="softplus", beta_max=1.0, qk_norm=True
 )

@@ -42,9 +42,8 @@ def check_report(
             json.dumps(dict(sorted((stored | {name: now}).items())), indent=1) + "\n"
         )
         return
-    assert (
-        now.keys() <= stored[name].keys()
-    )  # what an earlier test compiled is not reported again
+    # what an earlier test compiled is not reported again
+    assert now.keys() <= stored[name].keys()
     for kernel in now:
         before = stored[name][kernel]
         for fact in counted:

@@ -73,9 +73,8 @@ class Backend:
                 }
             main, more = kernel_cases.main_and_rest(arrays)
             inputs, options = kernel_cases.validated(call.op, *main, **more, **rest)
-            initial = jnp.asarray(x.initial).astype(
-                self.scalars
-            )  # zeros where segments begin empty
+            # zeros where segments begin empty
+            initial = jnp.asarray(x.initial).astype(self.scalars)
         return inputs._replace(initial_state=initial), options, x
 
     def qk(self, inputs: Inputs, x: Tokens, qk: DecayedQK) -> tuple[Any, DecayedQK]:

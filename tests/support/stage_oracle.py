@@ -52,9 +52,8 @@ def tokens(call: Call, arrays: dict[str, Any], rest: dict[str, Any]) -> Tokens:
     if call.segments:
         ids = np.asarray(rest["segment_ids"])
         keep = ids > 0
-        before = np.concatenate(
-            [ids[:, :1], ids[:, :-1]], axis=1
-        )  # nothing is reset at token 0
+        # nothing is reset at token 0
+        before = np.concatenate([ids[:, :1], ids[:, :-1]], axis=1)
         g = np.where((keep & (ids != before))[..., None, None], RESET, g)
     state = (call.batch, call.value_heads, call.key_dim, call.value_dim)
 

@@ -8,9 +8,8 @@ from jfla.nn.layers.kda import KimiDeltaAttention
 from jfla.nn.weights.torch_layouts import StoredTensor, TensorTable, nested
 
 Family = Literal["fla_kda", "fla_gdn", "kimi_linear", "qwen3_next", "qwen3_5"]
-NameMap = Mapping[
-    str, str | tuple[str, ...]
-]  # of a tensor: the parameters whose rows it stacks
+# of a tensor: the parameters whose rows it stacks
+NameMap = Mapping[str, str | tuple[str, ...]]
 
 
 class FamilyNames(NamedTuple):

@@ -14,9 +14,8 @@ from jfla.types import CHUNK
 
 TILE_K = 64  # key channels of one tile
 TILE_V = 64  # columns of V of one tile, and of one consumer warpgroup
-CHANNEL_BLOCK = (
-    128  # of K, and for KDA of V: what one CTA of the gradient kernels takes
-)
+# of K, and for KDA of V: what one CTA of the gradient kernels takes
+CHANNEL_BLOCK = 128
 
 
 class ChunkIndex(NamedTuple):

@@ -26,9 +26,8 @@ from jfla.pallas.mgpu.types import Gmem, Index, Layout, Reg
 from jfla.types import CHUNK
 
 CTA_ROWS = 4  # that a warpgroup has in flight
-MAX_ROW_BYTES = (
-    8192  # of a row that a warpgroup has in registers at a time, 64 for each thread
-)
+# of a row that a warpgroup has in registers at a time, 64 for each thread
+MAX_ROW_BYTES = 8192
 VECTOR_BYTES = 16  # of a thread's load, at most
 
 

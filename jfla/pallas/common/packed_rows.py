@@ -27,12 +27,10 @@ class PackedRows(NamedTuple):
 
     tokens: Gmem  # [B, T, heads, D]
     ends: Gmem  # [B, slots, C, heads, D]
-    places: Gmem = (
-        None  # [B, N, 2] int32: `SegmentChunks.places`; None of results of kernels
-    )
-    most_chunks: Gmem = (
-        None  # [1] int32: chunks with tokens, of the row that has most; not of results
-    )
+    # [B, N, 2] int32: `SegmentChunks.places`; None of results of kernels
+    places: Gmem = None
+    # [1] int32: chunks with tokens, of the row that has most; not of results
+    most_chunks: Gmem = None
 
     @property
     def shape(self) -> tuple[int, int, int, int]:

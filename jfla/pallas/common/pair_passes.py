@@ -16,9 +16,8 @@ from jfla.types import CHUNK
 
 BLOCK = 16
 NUM_BLOCKS = CHUNK // BLOCK
-SHIFT = (
-    60.0  # log2, as all of these; a column of at least 2^-126 meets a row of 2^SHIFT
-)
+# log2, as all of these; a column of at least 2^-126 meets a row of 2^SHIFT
+SHIFT = 60.0
 GREATEST = 110.0  # growth of a column; leaves bfloat16 room for k, and float32 for sums over channels
 RANGE = SHIFT + GREATEST
 # The bits after which a row goes to the next pass are summed in two ways, by tokens and by blocks: a row must find a

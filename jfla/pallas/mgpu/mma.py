@@ -19,9 +19,8 @@ from jfla.pallas.mgpu.opaque import pin
 from jfla.pallas.mgpu.smem import F32
 from jfla.pallas.mgpu.types import Reg, Smem
 
-Operand = (
-    Any  # of a matmul: Reg or Smem on the left, Smem on the right, both of 16 bits
-)
+# of a matmul: Reg or Smem on the left, Smem on the right, both of 16 bits
+Operand = Any
 
 
 def load(ref: Smem) -> Reg:

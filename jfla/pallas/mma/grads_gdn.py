@@ -168,9 +168,8 @@ class SumsOverV(NamedTuple):
     dq: Reg  # [C, 64]: do S^T
     dk: Reg  # [C, 64]: dv S^T
     dk_to_end: Reg  # [C, 64]: v_new dS^T
-    state_dot_dstate: (
-        Reg  # [64]: sums of S * dS; all of them together belong to the chunk
-    )
+    # [64]: sums of S * dS; all of them together belong to the chunk
+    state_dot_dstate: Reg
 
 
 def sums_over_v(ctx: GradsGdnCta, tile: Index, num_v_tiles: int) -> SumsOverV:

@@ -43,9 +43,8 @@ class SharedStorage(NamedTuple):
     q: Smem  # [1] tile
     k: Smem  # [1] tile
     weights: Smem  # [2, 2] tiles: W_q and W_k in two parts
-    decay: (
-        Smem  # [1] float16 tile: log2 decays of the tile of channels, times GATE_SCALE
-    )
+    # [1] float16 tile: log2 decays of the tile of channels, times GATE_SCALE
+    decay: Smem
     lines: Smem  # [NUM_LINES, 1, 64]: vectors, in one buffer because each begins at a multiple of 1 KiB
     iota: Smem  # [1, C] int32
 

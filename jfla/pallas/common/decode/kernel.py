@@ -66,9 +66,8 @@ class DecodeWarpgroup(NamedTuple):
     block: StateBlock
     gmem: DecodeOperands
     output_gmem: Gmem
-    states_gmem: (
-        Gmem  # where the final state or all states go; None where none is wanted
-    )
+    # where the final state or all states go; None where none is wanted
+    states_gmem: Gmem
     smem: SharedStorage
 
 

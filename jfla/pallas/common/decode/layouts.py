@@ -26,9 +26,8 @@ class DecodeLayouts(NamedTuple):
 
     state: Layout  # [K, v_block]
     row_vector: Layout  # [K]: a value for each row of the state
-    column_vector: (
-        Layout  # [v_block] or [T, v_block]: a value for each column of the state
-    )
+    # [v_block] or [T, v_block]: a value for each column of the state
+    column_vector: Layout
     token_keys: Layout  # [T, K]
     token_scalars: Layout  # [T]
     key_vector: Layout  # [K]: a value for each column of [T, K]

@@ -31,12 +31,10 @@ class DecodeOperands(NamedTuple):
     a_log: Gmem  # [HV] float32, or None
     dt_bias: Gmem  # [HV, G] float32, or None
     state: Gmem  # [B, HV, K, V], [P, HV, K, V] with `slots`, or None; a reference where it is to be overwritten
-    segment_ids: (
-        Gmem  # [B, T] int32, or None: 1 on a row's tokens, 0 on the padding behind them
-    )
-    slots: (
-        Gmem  # [B] int32, or None: the states of the pool that the rows read and write
-    )
+    # [B, T] int32, or None: 1 on a row's tokens, 0 on the padding behind them
+    segment_ids: Gmem
+    # [B] int32, or None: the states of the pool that the rows read and write
+    slots: Gmem
 
 
 class DecodeOutputs(NamedTuple):

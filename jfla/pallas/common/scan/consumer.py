@@ -160,9 +160,8 @@ class ScanConsumer(ScanCta):
         stored: list[int] = []
 
         def store(which: int, x: Reg) -> None:
-            if (
-                not stored
-            ):  # the staging tiles still hold what was stored of the chunk before
+            # the staging tiles still hold what was stored of the chunk before
+            if not stored:
                 wait_for_stores(read_only=True)
             stored.append(which)
             tile = self.smem.staging[which].at[wg]

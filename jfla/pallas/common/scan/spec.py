@@ -23,9 +23,8 @@ from jfla.pallas.mgpu.types import Barrier, Gmem, MemorySpec, Reg, Smem
 from jfla.stages import QK, FactoredQK, IntraChunk
 from jfla.types import CHUNK
 
-MAX_K_IN_REGISTERS = (
-    128  # up to here the state fits twice, in float32 and as a 16-bit left operand
-)
+# up to here the state fits twice, in float32 and as a 16-bit left operand
+MAX_K_IN_REGISTERS = 128
 
 
 class ScanConfig(NamedTuple):
@@ -61,9 +60,8 @@ class ChunkTiles(NamedTuple):
     a_qk: Smem  # [C, C]
     a_inv: Smem  # [C, C]
     values: Smem  # [C, 64]: this warpgroup's columns of v or do
-    state: (
-        Smem  # [64, K]: the left operand where registers are too few for it, else None
-    )
+    # [64, K]: the left operand where registers are too few for it, else None
+    state: Smem
 
     @property
     def dtype(self) -> DTypeLike:
@@ -92,9 +90,8 @@ class GmemOperands(NamedTuple):
 
     chunks: TmaOperands
     initial: Gmem  # [B, HV, splits, V, K] float32, of segments [B, S, HV, K, V]; None begins from zeros
-    span: TimeSpan | None = (
-        None  # then `initial` has every span's state, or is written with the last one
-    )
+    # then `initial` has every span's state, or is written with the last one
+    span: TimeSpan | None = None
     added: Gmem = None  # [B, HV, groups, V, K] float32: to the state where a group of chunks begins
     segments: SegmentTable | None = None  # None: time splits are of one length
 
@@ -150,9 +147,8 @@ class ScanSpec(NamedTuple):
     last: Literal["every split", "caller", None] = "every split"
     num_checkpoints: int = 0  # of so many equal spans the state at the start is stored
     last_dtype: DTypeLike = F32  # of the last state as the caller has it
-    group_chunks: int | None = (
-        None  # the last state of every group of so many chunks; needs one split and no span
-    )
+    # the last state of every group of so many chunks; needs one split and no span
+    group_chunks: int | None = None
 
     @property
     def n_chunks(self) -> int:

@@ -57,9 +57,8 @@ class SumsOverV(NamedTuple):
     dk: Reg  # [C, 64]: dv S^T
     dk_to_end: Reg  # [C, 64]: v_new dS^T
     weights: Reg  # [C, C]: do v_new^T on consumer 0, dv v_new^T on consumer 1
-    state_dot_dstate: (
-        Reg  # [64]: sums of S * dS; all of them together belong to the chunk
-    )
+    # [64]: sums of S * dS; all of them together belong to the chunk
+    state_dot_dstate: Reg
 
 
 def zero_sums() -> SumsOverV:

@@ -84,9 +84,8 @@ class SharedStorage(NamedTuple):
     factors: Smem  # [4] vectors
     token_scalars: Smem  # [1 or 3] vectors
     diagonals: Smem  # [2] vectors: do . v_new and dv . v_new of every token
-    norm_dots: (
-        Smem  # [2, num_tiles] vectors: q . dq and k . dk, of the VJP of the norms
-    )
+    # [2, num_tiles] vectors: q . dq and k . dk, of the VJP of the norms
+    norm_dots: Smem
     iota: Smem  # [2] lines, int32
     g_terms: Smem  # [3, num_tiles] vectors: x . dx by the span of the decay that x meets, see G_UP_TO
 

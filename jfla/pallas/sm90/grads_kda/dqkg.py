@@ -69,9 +69,8 @@ from jfla.pallas.sm90.grads_kda.smem import COLUMN_SUMS, ROW_SUMS, GradsKdaWarpg
 from jfla.types import CHUNK
 
 Blocks = list[Reg]  # [64, BLOCK] of every block of tokens
-Products = tuple[
-    tuple[Reg, Smem], ...
-]  # rows of q and of k [64, BLOCK], and their weights [BLOCK, C]
+# rows of q and of k [64, BLOCK], and their weights [BLOCK, C]
+Products = tuple[tuple[Reg, Smem], ...]
 
 
 class Grads(NamedTuple):

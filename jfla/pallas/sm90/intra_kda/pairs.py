@@ -38,9 +38,8 @@ from jfla.pallas.sm90.intra_kda.smem import (
 )
 from jfla.types import CHUNK
 
-Pairs = list[
-    Reg
-]  # [C, 2 BLOCK] of every block: its rows of q D k^T, then of k D k^T, transposed
+# [C, 2 BLOCK] of every block: its rows of q D k^T, then of k D k^T, transposed
+Pairs = list[Reg]
 
 
 def pairs_warpgroup(ctx: IntraKdaWarpgroup, outputs: IntraKdaOutputs) -> None:
