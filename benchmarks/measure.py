@@ -18,7 +18,7 @@ import numpy as np
 from benchmarks import trace
 
 CACHE_BYTES = 60e6  # the second-level cache of an H200; an H100's is smaller
-# a cache does not always drop what was used longest ago
+# A cache does not always drop what was used longest ago.
 ROTATED_BYTES = 4 * CACHE_BYTES
 MAX_SETS = 128
 MAX_QUEUED = 20

@@ -144,7 +144,7 @@ def _case_rows(
     try:
         arrays = _drawn(case)
         exact.begin(case, arrays[0])
-    # too large for this device: the other cases are worth having
+    # A case may be too large for this device; the others are worth having.
     except Exception as failure:
         return [_refused(case, name, failure) for name in plan.implementations]
     forwards = {
@@ -189,7 +189,7 @@ def _row(
             return _measured(case, name, program, arrays, repeats, record, exact)
         finally:
             program.release()
-    # of a peer or the compiler: the other rows are worth having
+    # A peer or the compiler may fail; the other rows are worth having.
     except Exception as failure:
         return _refused(case, name, failure)
 

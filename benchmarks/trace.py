@@ -30,7 +30,7 @@ def device_events(run: Callable[[], Any]) -> list[Event]:
         try:
             with jax.profiler.trace(folder, profiler_options=options):
                 run()
-        # no access to the GPU's counters, or a profile is being taken already
+        # There is no access to the GPU's counters, or a profile is being taken already.
         except RuntimeError:
             return []
         files = sorted(pathlib.Path(folder).rglob("*.xplane.pb"))

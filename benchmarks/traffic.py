@@ -35,7 +35,7 @@ def received(text: str, devices: int) -> dict[str, int]:
     found: collections.Counter[str] = collections.Counter()
     for result, kind, start in COLLECTIVE.findall(text):
         shapes = [found for found in SHAPE.findall(result) if found[0] != "u32"]
-        # a start has its operands beside its results
+        # The result of a start operation has its operands beside its results.
         if start and kind != "all-reduce":
             shapes = shapes[len(shapes) // 2 :]
         size = sum(

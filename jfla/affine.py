@@ -96,9 +96,9 @@ def chain_by_pairs(
         return first[None], r[0] @ first + c[0]
     num_pairs = num_spans // 2
     odd = num_spans % 2
-    # the odd map is applied last
+    # The odd map is applied last.
     pairs = slice(odd, None) if reverse else slice(2 * num_pairs)
-    # in the order in which a pair's maps are applied
+    # The maps of a pair in the order in which they are applied.
     earlier, later = (1, 0) if reverse else (0, 1)
     r_pairs = r[pairs].reshape(num_pairs, 2, *r.shape[1:])
     c_pairs = c[pairs].reshape(num_pairs, 2, *c.shape[1:])

@@ -142,7 +142,7 @@ def take_rows(
 # a single row is indexed without `vmap`, because `jax.experimental.checkify` ends in an IndexError at a scatter with a
 # batch axis.
 
-# more states than this are indexed: selecting one of 16 takes twice as long
+# More states than this are indexed: selecting one of 16 takes twice as long.
 FEW_SLOTS = 8
 
 

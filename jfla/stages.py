@@ -93,7 +93,7 @@ def _by_chunk(
     )
 
 
-# rows of FactoredQK.factors
+# Rows of FactoredQK.factors.
 Q_FROM_START, K_FROM_START, K_TO_END, CHUNK_DECAY = range(4)
 
 

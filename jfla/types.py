@@ -86,7 +86,7 @@ class Inputs(NamedTuple):
     gate: Gate | None
     initial_state: State | None
     segment_ids: SegmentIds | None
-    # then `initial_state` is a pool [P, HV, K, V]
+    # where given, `initial_state` is a pool [P, HV, K, V]
     state_slots: Int[Array, " B"] | None = None
 
 
@@ -103,7 +103,7 @@ class Options:
     # each packed segment has a state of its own going in or coming out
     per_segment_state: bool = False
     return_states: bool = False  # the final state is that after every token
-    # over whose devices time is split: see jfla.parallel
+    # mesh axis over whose devices time is split: see jfla.parallel
     sequence_axis: AxisName | None = None
     # the final state is that after every so many tokens, and after the last
     states_every: int | None = None

@@ -12,7 +12,7 @@ import numpy as np
 from jfla.gates import SigmoidGate, SoftplusGate
 from jfla.types import CHUNK
 
-_NAMES = (None, "pallas", "xla")
+_IMPLEMENTATIONS = (None, "pallas", "xla")
 
 
 def _is_state_dtype(x: Any) -> bool:
@@ -46,7 +46,8 @@ _STATIC_RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "state_dtype": ("None, float32 or bfloat16", lambda x: x is None or _is_state_dtype(x)),
     "num_segments": ("None or a static int of at least 1",
                      lambda x: x is None or (_is_int(x) and bool(x >= 1))),
-    "implementation": (f"one of {_NAMES}", lambda x: x is None or (isinstance(x, str) and x in _NAMES)),
+    "implementation": (f"one of {_IMPLEMENTATIONS}",
+                       lambda x: x is None or (isinstance(x, str) and x in _IMPLEMENTATIONS)),
 }  # fmt: skip
 
 

@@ -189,7 +189,7 @@ def _as_array(name: str, x: Any) -> Array:
     if isinstance(x, jax.ShapeDtypeStruct):
         return cast(Array, x)  # `supported` asks about shapes without data
     if isinstance(x, np.ndarray) and not x.dtype.isnative:
-        # JAX takes arrays in the machine's byte order only
+        # JAX takes arrays in the machine's byte order only.
         x = x.astype(x.dtype.newbyteorder("="))
     try:
         return jnp.asarray(x)

@@ -302,7 +302,7 @@ def gate_cotangents(inputs: Inputs, options: Options, d: Inputs) -> Inputs:
     """From `cotangents` to those of the raw g, the gate's parameters and the raw beta: elementwise, and sums."""
 
     def elementwise(g: Array, gate: Gate | None, beta: Array) -> tuple[Array, Array]:
-        # else dg is 0 on padding as it is, and masking it would be a kernel of XLA's
+        # Without a gate dg is 0 on padding as it is, and masking it would be a pass of XLA over it.
         if gate is not None:
             g = without_padding(g, inputs.segment_ids)
         beta = without_padding(beta, inputs.segment_ids)

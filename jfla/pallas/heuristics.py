@@ -31,7 +31,7 @@ HOPPER_SMEM_BYTES = SMEM_BYTES["9.0"]
 
 MIN_SPLIT_CHUNKS = 16
 MAX_TIME_SPLITS = 16
-# finding where the splits begin takes a scan over each in two forms
+# Finding where the splits begin takes a scan over each in two forms.
 MIN_TIME_SPLITS = 3
 
 LONG_SEGMENT_CHUNKS = 8  # chunks of the aligned grid for each segment

@@ -3,10 +3,11 @@
 from typing import NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Int, Shaped
 
-from jfla.packing import num_aligned_chunks
+from jfla.packing import num_aligned_chunks, segment_bounds
 from jfla.pallas.common.end_copies import copy_ends
 from jfla.pallas.common.packed_rows import PackedRows, SegmentTable
 from jfla.types import CHUNK
@@ -94,14 +95,14 @@ def segment_chunks(segment_ids: Int[Array, "B T"], num_segments: int) -> Segment
 
 
 def _segments(segment_ids: Int[Array, "B T"], num_segments: int) -> _Segments:
-    number = jnp.arange(num_segments + 2)[None, None]
+    number = jnp.arange(num_segments + 1)[None, None]
     is_token = (segment_ids > 0) & (segment_ids <= num_segments)
     with_padding = jnp.where(is_token, segment_ids, num_segments + 1)
-    bounds = jnp.sum(with_padding[:, :, None] <= number, axis=1, dtype=jnp.int32)
+    bounds = segment_bounds(with_padding, num_segments + 1).astype(jnp.int32)
     num_chunks = _num_chunks(bounds)
     # [B, own, other]: sums over other segments, because a sort would be a kernel of its own.
-    own = number[:, :, :-1].mT
-    other = number[:, :, :-1]
+    own = number.mT
+    other = number
     own_length = num_chunks[:, :, None]
     other_length = num_chunks[:, None, :]
     longer = (other_length > own_length) | (
@@ -111,7 +112,7 @@ def _segments(segment_ids: Int[Array, "B T"], num_segments: int) -> _Segments:
         own == num_segments, other < own, (other < num_segments) & longer
     )
     rank = jnp.sum(before, axis=-1, dtype=jnp.int32)
-    first_chunk = jnp.sum(jnp.where(before, other_length, 0), axis=-1)
+    first_chunk = jnp.sum(jnp.where(before, other_length, 0), axis=-1, dtype=jnp.int32)
     return _Segments(bounds, rank, first_chunk)
 
 
@@ -124,10 +125,28 @@ def _num_chunks(bounds: Int[Array, "B S_plus_2"]) -> Int[Array, "B S_plus_1"]:
 # of XLA, where columns that are stacked, gathered or selected afterwards are one more.
 
 
+def _by_segment(x: Int[Array, "B S"]) -> Int[Array, "B 1 S 1"]:
+    return x[:, None, :, None]
+
+
+def _sum_over_segments(
+    x: Int[Array, "B rows S columns"],
+) -> Int[Array, "B rows columns"]:
+    return jnp.sum(x, axis=2, dtype=jnp.int32)
+
+
+def _numbers(count: int, axis: int) -> Int[Array, "_ _ _ _"]:
+    """0, 1, .. along an axis of [B, rows, segments, columns]; int32, also with x64: kernels read int32."""
+    return lax.broadcasted_iota(
+        jnp.int32, [count if i == axis else 1 for i in range(4)], axis
+    )
+
+
 def _places(segments: _Segments, n_chunks: int) -> Int[Array, "B N 2"]:
+    """`SegmentChunks.places`."""
     chunks = _chunks(segments, n_chunks)
     padding = segments.rank.shape[1] - 1
-    column = jnp.arange(2)[None, None, None]
+    column = _numbers(2, axis=3)
     is_whole = chunks.first_token + CHUNK <= chunks.end_token
     at_end = -1 - chunks.segment
     read = jnp.where(is_whole & (chunks.segment < padding), chunks.first_token, at_end)
@@ -137,17 +156,17 @@ def _places(segments: _Segments, n_chunks: int) -> Int[Array, "B N 2"]:
     none = _columns(column, -1 - padding, -2 - padding)
     has_none = (chunks.segment == padding) & (chunks.number >= chunks.end_chunk)
     other = jnp.where(has_none, none, 0)
-    return jnp.sum(jnp.where(chunks.is_own, own, other), axis=2)
+    return _sum_over_segments(jnp.where(chunks.is_own, own, other))
 
 
 def _tokens(segments: _Segments, n_chunks: int) -> Int[Array, "B N 2"]:
     """Of each chunk the first token and the end of its segment; 0 and 0 of padding and of chunks without tokens."""
     chunks = _chunks(segments, n_chunks)
     padding = segments.rank.shape[1] - 1
-    column = jnp.arange(2)[None, None, None]
+    column = _numbers(2, axis=3)
     own = _columns(column, chunks.first_token, chunks.end_token)
     is_own = chunks.is_own & (chunks.segment < padding)
-    return jnp.sum(jnp.where(is_own, own, 0), axis=2)
+    return _sum_over_segments(jnp.where(is_own, own, 0))
 
 
 class _Chunks(NamedTuple):
@@ -162,59 +181,55 @@ class _Chunks(NamedTuple):
 
 
 def _chunks(segments: _Segments, n_chunks: int) -> _Chunks:
-    of_segment = lambda x: x[:, None, :, None]
-    number = jnp.arange(n_chunks)[None, :, None, None]
-    segment = jnp.arange(segments.rank.shape[1])[None, None, :, None]
-    first_chunk = of_segment(segments.first_chunk)
-    end_chunk = of_segment(segments.end_chunk)
+    number = _numbers(n_chunks, axis=1)
+    segment = _numbers(segments.rank.shape[1], axis=2)
+    first_chunk = _by_segment(segments.first_chunk)
+    end_chunk = _by_segment(segments.end_chunk)
     is_own = (number >= first_chunk) & (number < end_chunk)
-    first_token = of_segment(segments.first_token) + (number - first_chunk) * CHUNK
-    end_token = of_segment(segments.end_token)
+    first_token = _by_segment(segments.first_token) + (number - first_chunk) * CHUNK
+    end_token = _by_segment(segments.end_token)
     return _Chunks(number, segment, end_chunk, is_own, first_token, end_token)
 
 
 def _table(segments: _Segments) -> Int[Array, "B S_plus_1 5"]:
     """`SegmentTable.segments`: a row for each rank."""
-    of_segment = lambda x: x[:, None, :, None]
-    number = jnp.arange(segments.rank.shape[1])
-    row = number[None, :, None, None]
-    column = jnp.arange(5)[None, None, None]
-    rank = of_segment(segments.rank)
-    after = of_segment(segments.after)
-    first_chunk = of_segment(segments.first_chunk)
-    end_chunk = of_segment(segments.end_chunk)
-    segment = number[None, None, :, None]
+    num_segments = segments.rank.shape[1]
+    row = _numbers(num_segments, axis=1)
+    segment = _numbers(num_segments, axis=2)
+    column = _numbers(5, axis=3)
+    rank = _by_segment(segments.rank)
+    after = _by_segment(segments.after)
+    first_chunk = _by_segment(segments.first_chunk)
+    end_chunk = _by_segment(segments.end_chunk)
     own = _columns(column, segment, first_chunk, end_chunk, after, -1)
     # The segment before adds its rank + 1 to that -1, if it is of the same CTA.
     of_next = _columns(column, 0, 0, 0, 0, rank + 1)
     is_before = (rank == row - 1) & (after >= 0)
-    return jnp.sum(
-        jnp.where(rank == row, own, jnp.where(is_before, of_next, 0)), axis=2
-    )
+    own_or_next = jnp.where(rank == row, own, jnp.where(is_before, of_next, 0))
+    return _sum_over_segments(own_or_next)
 
 
 def _scan_ctas(segments: _Segments, n_chunks: int) -> Int[Array, "B ctas 4"]:
     """`SegmentTable.ctas`: which segments, neighbours in the grid, each CTA of a scan takes."""
     num_segments = segments.rank.shape[1]
-    row = jnp.arange(num_scan_ctas(n_chunks, num_segments))[None, :, None, None]
-    column = jnp.arange(4)[None, None, None]
-    of_segment = lambda x: x[:, None, :, None]
-    rank = of_segment(segments.rank)
-    cta = of_segment(segments.cta)
-    num_chunks = of_segment(segments.num_chunks)
+    row = _numbers(num_scan_ctas(n_chunks, num_segments), axis=1)
+    column = _numbers(4, axis=3)
+    rank = _by_segment(segments.rank)
+    cta = _by_segment(segments.cta)
+    num_chunks = _by_segment(segments.num_chunks)
     is_own = cta == row
     is_earlier = cta < row
     # The last of a CTA's segments has no next one; the first is as many before it as the CTA has. Padding, which is in
     # every row's sum, makes -1 of none.
     is_padding = rank == num_segments - 1
-    is_last = of_segment(segments.after) < 0
+    is_last = _by_segment(segments.after) < 0
     last_plus_1 = jnp.where(is_own & is_last, rank + 1, 0)
     first_plus_1 = last_plus_1 + (is_own & is_last) - is_own
     first_chunk = jnp.where(is_earlier, num_chunks, 0)
     end_chunk = jnp.where(is_own | is_earlier, num_chunks, 0)
     first = first_plus_1 - is_padding
     last = last_plus_1 - is_padding
-    return jnp.sum(_columns(column, first, last, first_chunk, end_chunk), axis=2)
+    return _sum_over_segments(_columns(column, first, last, first_chunk, end_chunk))
 
 
 def _columns(column: Int[Array, "1 1 1 columns"], *values: ArrayLike) -> Array:

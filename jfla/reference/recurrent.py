@@ -48,7 +48,7 @@ def scan(
 
     def token(states, x):
         slot, *arrays = x
-        # no gather: on several devices the state would travel for it at every token
+        # Without a gather, for which the state would travel at every token on several devices.
         if states.shape[1] == 1:
             state, output = step(states[:, 0], *arrays)
             return state[:, None], (output, state if every_state else None)

@@ -88,7 +88,7 @@ def dstate_scan(
             + q_from_start.mT @ do
             - k_from_start.mT @ dv
         )
-        # the state was read there, and there it may have been returned, too
+        # The state was read from the slot `source`, from which it may have been returned, too.
         if source is not None:
             carried = write_state(carried, slot, jnp.zeros_like(start))
             start = start + read_state(carried, source)

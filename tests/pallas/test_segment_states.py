@@ -156,6 +156,14 @@ def test_the_longest_segments_start_first():
     np.testing.assert_array_equal(table.ctas, [[[0, 4, 0, 7]]])
 
 
+@pytest.mark.parametrize("x64", [False, True])
+def test_tables_that_kernels_read_are_int32(x64):
+    with jax.enable_x64(x64):
+        chunks = segment_chunks(packed([3, 130, 0, 65], 200), 4)
+    read = (chunks.places, chunks.bounds, *chunks.table, chunks.most_chunks)
+    assert [x.dtype for x in read] == [jnp.int32] * 5
+
+
 @pytest.mark.parametrize(
     "lengths", [[64] * 40, [0] * 40, [2000, 1000, 1, 64] + [128] * 16]
 )

@@ -1,8 +1,9 @@
-"""Half of the time of Pallas' interpret mode for GPUs, which runs a callback of Python for every access to memory.
+"""Pallas' interpret mode for GPUs in half the time: callbacks on NumPy arrays, and fewer comparisons of clocks.
 
-JAX moves the operands of a callback to a device, and back where they are read. Here they stay NumPy arrays. Its race
-detector compares two vector clocks four times for every pair of accesses to a buffer. Here it does so once or twice.
-What is simulated, and which races are found, stays the same: `tests/pallas/test_interpreter.py`.
+It runs a callback of Python for every access to memory. JAX moves the operands of a callback to a device, and back
+where they are read. Here they stay NumPy arrays. Its race detector compares two vector clocks four times for every pair
+of accesses to a buffer. Here it does so once or twice. What is simulated, and which races are found, stays the same:
+`tests/pallas/test_interpreter.py`.
 """
 
 import operator

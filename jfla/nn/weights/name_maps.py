@@ -8,7 +8,7 @@ from jfla.nn.layers.kda import KimiDeltaAttention
 from jfla.nn.weights.torch_layouts import StoredTensor, TensorTable, nested
 
 Family = Literal["fla_kda", "fla_gdn", "kimi_linear", "qwen3_next", "qwen3_5"]
-# of a tensor: the parameters whose rows it stacks
+# Name of a tensor to the parameters whose rows it stacks.
 NameMap = Mapping[str, str | tuple[str, ...]]
 
 

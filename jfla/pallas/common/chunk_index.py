@@ -14,7 +14,7 @@ from jfla.types import CHUNK
 
 TILE_K = 64  # key channels of one tile
 TILE_V = 64  # columns of V of one tile, and of one consumer warpgroup
-# of K, and for KDA of V: what one CTA of the gradient kernels takes
+# Channels of K, and of V for KDA, that one CTA of the gradient kernels takes.
 CHANNEL_BLOCK = 128
 
 

@@ -26,7 +26,7 @@ from jfla.pallas.mgpu.types import Gmem, Index, Layout, Reg
 from jfla.types import CHUNK
 
 CTA_ROWS = 4  # that a warpgroup has in flight
-# of a row that a warpgroup has in registers at a time, 64 for each thread
+# Bytes of a row that a warpgroup has in registers at a time, 64 for each thread.
 MAX_ROW_BYTES = 8192
 VECTOR_BYTES = 16  # of a thread's load, at most
 

@@ -16,7 +16,7 @@ from jfla.types import CHUNK
 
 BLOCK = 16
 NUM_BLOCKS = CHUNK // BLOCK
-# log2, as all of these; a column of at least 2^-126 meets a row of 2^SHIFT
+# These are log2: a column of at least 2^-126 meets a row of 2^SHIFT.
 SHIFT = 60.0
 GREATEST = 110.0  # growth of a column; leaves bfloat16 room for k, and float32 for sums over channels
 RANGE = SHIFT + GREATEST

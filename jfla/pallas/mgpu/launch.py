@@ -112,7 +112,7 @@ def _check_threads(name: str, num_warpgroups: int) -> None:
     processors = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
         processors = len(os.sched_getaffinity(0))
-    # XLA reads this variable, too
+    # XLA reads this variable, too.
     processors = int(os.environ.get("NPROC") or processors)
     threads = max(processors, jax.local_device_count())
     if threads < num_warpgroups:

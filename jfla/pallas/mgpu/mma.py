@@ -19,7 +19,7 @@ from jfla.pallas.mgpu.opaque import pin
 from jfla.pallas.mgpu.smem import F32
 from jfla.pallas.mgpu.types import Reg, Smem
 
-# of a matmul: Reg or Smem on the left, Smem on the right, both of 16 bits
+# Operand of a matmul: Reg or Smem on the left, Smem on the right, both of 16 bits.
 Operand = Any
 
 

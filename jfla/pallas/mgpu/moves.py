@@ -36,7 +36,7 @@ from jfla.pallas.mgpu.thread import (
 )
 from jfla.pallas.mgpu.types import Gmem, Reg, Smem
 
-# eight neighbours of a row; the swizzle exchanges the vectors of a row
+# Eight neighbours of a row; the swizzle exchanges the vectors of a row.
 VECTOR_BYTES = 16
 VECTORS = SWIZZLE_BYTES // VECTOR_BYTES  # of a row of 64 columns
 

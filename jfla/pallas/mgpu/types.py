@@ -9,6 +9,6 @@ Smem = Any  # a reference to shared memory, or a view of one; None where the ker
 Reg = jax.Array  # a value in the registers of a warpgroup
 Index = Any  # an int, a traced scalar or a slice
 Barrier = Any  # an mbarrier, or an array of them
-# what a kernel asks to be allocated: plgpu.SMEM, plgpu.Barrier, plgpu.RefUnion
+# What a kernel asks to be allocated: plgpu.SMEM, plgpu.Barrier, plgpu.RefUnion.
 MemorySpec = Any
 Layout = Any  # how an array lies over the threads of a warpgroup

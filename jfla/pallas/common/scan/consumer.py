@@ -160,7 +160,7 @@ class ScanConsumer(ScanCta):
         stored: list[int] = []
 
         def store(which: int, x: Reg) -> None:
-            # the staging tiles still hold what was stored of the chunk before
+            # The staging tiles still hold what was stored of the chunk before.
             if not stored:
                 wait_for_stores(read_only=True)
             stored.append(which)

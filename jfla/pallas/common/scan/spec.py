@@ -23,7 +23,7 @@ from jfla.pallas.mgpu.types import Barrier, Gmem, MemorySpec, Reg, Smem
 from jfla.stages import QK, FactoredQK, IntraChunk
 from jfla.types import CHUNK
 
-# up to here the state fits twice, in float32 and as a 16-bit left operand
+# Up to this K the state fits twice, in float32 and as a 16-bit left operand.
 MAX_K_IN_REGISTERS = 128
 
 
@@ -90,7 +90,7 @@ class GmemOperands(NamedTuple):
 
     chunks: TmaOperands
     initial: Gmem  # [B, HV, splits, V, K] float32, of segments [B, S, HV, K, V]; None begins from zeros
-    # then `initial` has every span's state, or is written with the last one
+    # where given, `initial` has every span's state, or is written with the last one
     span: TimeSpan | None = None
     added: Gmem = None  # [B, HV, groups, V, K] float32: to the state where a group of chunks begins
     segments: SegmentTable | None = None  # None: time splits are of one length
