@@ -61,13 +61,22 @@ class End(NamedTuple):
             row = self.first_row + i
             # Rows behind the tokens are a neighbour's, or behind the array's last one: the last token is read instead.
             token = self.first_token + jnp.minimum(row, self.num_tokens - 1)
-            x = _load(tokens_gmem.at[self.batch, jnp.maximum(token, 0), columns])
+            x = _load(tokens_gmem.at[self.batch, token, columns])
             is_token = jnp.broadcast_to(row < self.num_tokens, x.shape)
             rows.append(jnp.where(is_token, x, jnp.zeros_like(x)))
         for i, x in enumerate(rows):
             store_from_layout(
                 copies_gmem.at[self.batch, self.slot, self.first_row + i, columns], x
             )
+
+    def clear(self, _tokens_gmem: Gmem, copies_gmem: Gmem, columns: Index) -> None:
+        """Zeros to the copy; without a load, which it would wait for."""
+        for i in range(CTA_ROWS):
+            target = copies_gmem.at[self.batch, self.slot, self.first_row + i, columns]
+            (count,) = target.shape
+            layout = _row_layout(count, target.dtype)
+            zeros = plgpu.layout_cast(jnp.zeros(count, target.dtype), layout)
+            store_from_layout(target, zeros)
 
     def give_back(self, tokens_gmem: Gmem, copies_gmem: Gmem, columns: Index) -> None:
         """From the copy to the caller's rows."""
@@ -97,12 +106,14 @@ def copy_ends(
         tokens_gmem, bounds_gmem = inputs_gmem
         end = End.of_cta(bounds_gmem)
         of_padding = end.slot == bounds_gmem.shape[1] - 2
-        end = end._replace(num_tokens=jnp.where(of_padding, 0, end.num_tokens))
 
-        @pl.when(jnp.logical_or(of_padding, end.num_tokens > 0))
-        def _():
+        def for_arrays(fill: Callable[[Gmem, Gmem, Index], None]) -> None:
             for of_array in zip(tokens_gmem, copies_gmem):
-                _for_column_blocks(end.copy, *of_array)
+                _for_column_blocks(fill, *of_array)
+
+        pl.when(of_padding)(lambda: for_arrays(end.clear))
+        has_copy = jnp.logical_not(of_padding) & (end.num_tokens > 0)
+        pl.when(has_copy)(lambda: for_arrays(end.copy))
 
     flat = [x.reshape(*x.shape[:2], -1) for x in rows]
     batch, num_bounds = bounds.shape
