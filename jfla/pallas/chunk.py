@@ -25,19 +25,25 @@ from jfla.pallas.arrays import (
     to_tokens,
     whole_chunks,
 )
-from jfla.pallas.common.chunk_index import TimeSpan
+from jfla.pallas.common.chunk_index import TILE_V, TimeSpan
 from jfla.pallas.common.intra_gdn.kernel import intra_gdn
 from jfla.pallas.common.intra_gdn.smem import IntraGdnConfig
 from jfla.pallas.common.packed_rows import Rows
 from jfla.pallas.common.qk_tiles import QkOptions
-from jfla.pallas.common.results import IntraResults, KernelGrads
+from jfla.pallas.common.results import (
+    ALL_CHUNKS,
+    IntraResults,
+    KernelGrads,
+    RingChunks,
+)
 from jfla.pallas.common.scan.spec import ScanConfig
 from jfla.pallas.common.scan.split_time import split_ends, split_states, stretch_end
 from jfla.pallas.common.scan.steps import backward_scans_kernel, output_scan_kernel
+from jfla.pallas.context import interpreting
 from jfla.pallas.heuristics import Schedule
 from jfla.pallas.machine import tracing_for
 from jfla.pallas.mgpu.in_place import write_in_place
-from jfla.pallas.mgpu.overlap import PendingResults, overlap, run
+from jfla.pallas.mgpu.overlap import ANY_LEAD, Lead, PendingResults, overlap, run
 from jfla.pallas.mgpu.smem import BF16, F16, F32
 from jfla.pallas.mgpu.types import Gmem
 from jfla.pallas.mma.grads_gdn import grads_gdn as mma_grads_gdn
@@ -65,6 +71,7 @@ def intra_kernel(
     *,
     num_ctas: int | None = None,
     with_a: bool = True,
+    ring: RingChunks = ALL_CHUNKS,
 ) -> PendingResults:
     """The intra-chunk kernel: IntraResults. Without `with_a` the caller has a_qk and a_inv already."""
     static = qk_options(x, inputs, options)
@@ -72,12 +79,13 @@ def intra_kernel(
     beta = (x.beta,) if with_a else ()
     if options.op.scalar_gate:
         tokens = chunk_major(log2_decays(x, inputs), *beta)
-        config = IntraGdnConfig(schedule.intra_wgs, num_ctas)
+        config = IntraGdnConfig(schedule.intra_wgs, num_ctas, ring)
         return intra_gdn(x.q, x.k, tokens, static, config)
     tokens = chunk_major(*beta) if with_a else None
     if schedule.machine != "hopper":
         return mma_intra_kda(qkg_operands(x, inputs), tokens, x.v.shape[2], static)
-    return intra_kda(qkg_operands(x, inputs), tokens, x.v.shape[2], static, num_ctas)
+    operands = qkg_operands(x, inputs)
+    return intra_kda(operands, tokens, x.v.shape[2], static, num_ctas, ring)
 
 
 def grads_kernel(
@@ -107,6 +115,19 @@ def grads_kernel(
     return sum_over_channel_blocks(
         grads_gdn(qk, tokens, scans, static, schedule.num_sms, dtype)
     )
+
+
+def lead_of_overlap(x: KernelArrays, schedule: Schedule) -> Lead:
+    """How far the intra-chunk kernel may be ahead of the scan beside it.
+
+    Any number of chunks in interpret mode, which runs one CTA after the other; and beside other devices, whose
+    collectives may hold multiprocessors until all devices are there: a scan's CTA that waits for one of them would not
+    be resident, as a ring needs it to be.
+    """
+    alone = not jax.typeof(x.beta).manual_axis_type.varying
+    if interpreting() or not alone:
+        return ANY_LEAD
+    return Lead(schedule.ring_chunks, num_readers=x.dims.value_dim // TILE_V)
 
 
 def query_dtype(inputs: Inputs) -> DTypeLike:
@@ -160,11 +181,15 @@ def _forward(
             )
 
         with jax.named_scope("jfla_intra_overlap_output_scan"):
+            lead = lead_of_overlap(x, schedule)
+            # The backward reads A of all chunks again.
+            ring = RingChunks(lead.tiles, 0 if for_backward else lead.tiles)
+            num_ctas = schedule.overlap_ctas
             producing = intra_kernel(
-                x, inputs, options, schedule, num_ctas=schedule.overlap_ctas
+                x, inputs, options, schedule, num_ctas=num_ctas, ring=ring
             )
             flags_shape = (dims.batch, dims.heads, dims.n_chunks)
-            intra_results, scanned = overlap(producing, consume, flags_shape)
+            intra_results, scanned = overlap(producing, consume, flags_shape, lead)
     else:
         with jax.named_scope("jfla_intra"):
             intra_results = run(intra_kernel(x, inputs, options, schedule))

@@ -36,6 +36,9 @@ MIN_TIME_SPLITS = 3
 
 LONG_SEGMENT_CHUNKS = 8  # chunks of the aligned grid for each segment
 
+# Chunks of all sequences in rings: 6 of each of 32 stall KDA's intra-chunk kernel, 12 exceed the second-level cache.
+RING_TILES = 256
+
 NUM_SPANS = 4
 MIN_SPAN_CHUNKS = 32
 MANY_STATES_BYTES = 256 * 2**20
@@ -72,6 +75,8 @@ class Schedule:
     overlap_v_block: int  # the same where the intra-chunk kernel runs beside the scan
     # CTAs of the intra-chunk kernel beside the scan; 0: it runs before
     overlap_ctas: int
+    # chunks of a sequence that it may be ahead of the scan; 0: any number
+    ring_chunks: int
     time_splits: int  # spans of time that are scanned side by side
     stretch_splits: int  # the same, where time is split over devices as well
     # spans of time that the backward takes one after the other; 0: all at once
@@ -110,6 +115,7 @@ def schedule(
         scan_v_block=scan_v_block(dims, num_sms),
         overlap_v_block=overlap_v_block,
         overlap_ctas=overlap_ctas,
+        ring_chunks=ring_chunks(dims, overlap_v_block, overlap_ctas, num_sms),
         time_splits=time_splits(dims, num_sms),
         stretch_splits=stretch_splits(dims, num_sms),
         num_spans=num_spans(op, dims, num_sms),
@@ -129,6 +135,7 @@ def _schedule_of_single_warpgroups(
         scan_v_block=64,
         overlap_v_block=64,
         overlap_ctas=0,
+        ring_chunks=0,
         time_splits=time_splits(dims, num_sms),
         stretch_splits=stretch_splits(dims, num_sms),
         num_spans=0,
@@ -140,6 +147,7 @@ def _schedule_of_single_warpgroups(
 def schedule_of_part(op: Op, dims: Dims, whole: Schedule) -> Schedule:
     """The schedule of a device's part of a call that is split over devices. What the backward finds stays as it is."""
     part = schedule(op, dims, whole.num_sms, whole.smem_bytes, whole.machine)
+    part = dataclasses.replace(part, ring_chunks=0)
     if not whole.num_spans:
         return dataclasses.replace(part, num_spans=0)
     return dataclasses.replace(part, num_spans=whole.num_spans, time_splits=1)
@@ -214,6 +222,21 @@ def overlap_schedule(op: Op, dims: Dims, num_sms: int) -> tuple[int, int]:
         longest = max(num_rounds * beside_us + scan_us / num_rounds, scan_us)
         choices.append((longest, columns, idle_sms))
     return min(choices)[1:]
+
+
+def ring_chunks(dims: Dims, v_block: int, overlap_ctas: int, num_sms: int) -> int:
+    """Chunks of a sequence that the intra-chunk kernel may be ahead of the scan beside it; 0: any number.
+
+    Packed segments are scanned by more CTAs than are resident at once: one that was waited for might never begin. KDA's
+    kernel tells that a chunk is ready when it is at the CTA's next one: a ring too short for both would deadlock.
+    """
+    if not overlap_ctas or dims.segments is not None:
+        return 0
+    scan_ctas = dims.sequences * -(-dims.value_dim // v_block)
+    chunks_to_next = -(-overlap_ctas // dims.sequences)
+    ring = -(-RING_TILES // dims.sequences)
+    is_safe = overlap_ctas + scan_ctas <= num_sms and ring >= 2 * chunks_to_next
+    return ring if is_safe and ring < dims.n_chunks else 0
 
 
 def _overlap_of_segments(op: Op, dims: Dims, num_sms: int) -> tuple[int, int]:

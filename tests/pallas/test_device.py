@@ -10,6 +10,7 @@ from support.kernel_cases import (
     by_kernels,
     check,
     inputs,
+    main_and_rest,
     results,
     scheduled,
 )
@@ -84,6 +85,23 @@ def test_the_same_bits_twice(op):
     run = jax.jit(lambda x: chunk(**x, **rest, implementation="pallas"))
     first, second = (jax.tree.map(np.asarray, run(arrays)) for _ in range(2))
     jax.tree.map(np.testing.assert_array_equal, first, second)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", ["kda", "gdn"])
+@pytest.mark.parametrize("heads", [16, 32])
+def test_a_ring_changes_no_bit(op, heads):
+    """Of the output and the last state, without the backward and with it, which reads the A matrices again."""
+    sizes = {"batch": 1, "time": 4000, "heads": heads, "group": 1}
+    arrays, rest = inputs(Call(op, "raw", key_dim=128, value_dim=128, **sizes))
+    main, more = main_and_rest(arrays)
+    found = []
+    for ring in ({}, {"ring_chunks": 0}):
+        chunk = scheduled(op, interpret=False, **ring)
+        forward = jax.jit(lambda main, more, chunk=chunk: chunk(*main, **more, **rest))
+        out = forward(main, more)
+        found.append(((out.output, out.final_state), results(chunk, arrays, rest)))
+    jax.tree.map(np.testing.assert_array_equal, *jax.tree.map(np.asarray, found))
 
 
 @pytest.mark.gpu

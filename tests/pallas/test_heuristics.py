@@ -1,6 +1,8 @@
 """The schedule of a call: when time is split, taken span by span, and when two kernels run side by side."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from jfla.pallas.heuristics import (
     HOPPER_SMS,
@@ -67,6 +69,45 @@ def test_kernels_overlap_in_calls_that_leave_much_of_the_gpu_idle(
         ctas,
     )
     assert overlap_schedule(OPS["gdn"], dims_of(64, 1024, 64, 64), HOPPER_SMS)[1] == 0
+
+
+@pytest.mark.parametrize(
+    ("op", "heads", "time", "ring"),
+    [
+        ("kda", 32, 8192, 8),
+        ("gdn", 32, 8192, 8),
+        ("gdn", 16, 8192, 16),
+        ("gdn", 32, 512, 0),  # no longer than a ring
+        ("kda", 64, 8192, 0),  # one kernel after the other
+    ],
+)
+def test_results_for_a_scan_alone_lie_in_a_ring(op, heads, time, ring):
+    found = schedule(OPS[op], dims_of(heads, time))
+    assert found.ring_chunks == ring
+    part = schedule_of_part(OPS[op], dims_of(heads, time), found)
+    assert part.ring_chunks == 0
+
+
+@given(
+    op=st.sampled_from(sorted(OPS)),
+    sequences=st.integers(1, 300),
+    n_chunks=st.integers(1, 200),
+    segments=st.none() | st.integers(1, 20),
+    sizes=st.tuples(*[st.sampled_from([64, 128, 256])] * 2),
+    num_sms=st.sampled_from([1, 78, 108, 114, 132]),
+)
+def test_nothing_waits_in_a_ring_for_what_may_never_run(
+    op, sequences, n_chunks, segments, sizes, num_sms
+):
+    found = schedule(OPS[op], Dims(1, sequences, n_chunks, *sizes, segments), num_sms)
+    if not found.ring_chunks:
+        return
+    scan_ctas = sequences * -(-sizes[0] // found.overlap_v_block)
+    assert segments is None
+    assert 0 < found.overlap_ctas <= num_sms - scan_ctas
+    # A CTA's next chunk waits for one that is ready before the CTA's last one.
+    assert found.ring_chunks > -(-found.overlap_ctas // sequences)
+    assert found.ring_chunks < n_chunks
 
 
 @pytest.mark.parametrize("op", ["kda", "gdn"])

@@ -25,6 +25,7 @@ class ChunkIndex(NamedTuple):
     head: Index
     chunk: Index
     places: Gmem = None  # `places_of` rows that the kernel reads
+    n_chunks: int | None = None  # N, static, where an array may be a ring
 
     @property
     def number(self) -> tuple[Index, Index, Index]:
@@ -36,8 +37,11 @@ class ChunkIndex(NamedTuple):
         return pl.ds(pl.multiple_of(self.chunk * CHUNK, CHUNK), CHUNK)
 
     def tile(self, ref_gmem: Gmem) -> Gmem:
-        """Its part of an array [B, HV, N, ...]."""
-        return ref_gmem.at[self.number]
+        """Its part of an array [B, HV, N, ...], or of a ring [B, HV, R, ...], in which chunks take turns."""
+        size = ref_gmem.shape[2]
+        in_ring = self.n_chunks is not None and size < self.n_chunks
+        chunk = lax.rem(self.chunk, jnp.int32(size)) if in_ring else self.chunk
+        return ref_gmem.at[self.batch, self.head, chunk]
 
     def for_rows(
         self,
@@ -96,7 +100,8 @@ class ChunkGrid(NamedTuple):
         batch = jnp.int32(self.batch)
         rest = lax.div(tile_index, heads)
         head = lax.rem(tile_index, heads)
-        return ChunkIndex(lax.rem(rest, batch), head, lax.div(rest, batch), places)
+        chunk = lax.div(rest, batch)
+        return ChunkIndex(lax.rem(rest, batch), head, chunk, places, self.n_chunks)
 
 
 class ChunkPart(NamedTuple):

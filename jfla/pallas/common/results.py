@@ -5,6 +5,16 @@ from typing import NamedTuple
 from jfla.pallas.mgpu.types import Gmem
 
 
+class RingChunks(NamedTuple):
+    """Of how many chunks of each sequence there is memory for results of the intra-chunk kernel; 0: all."""
+
+    qk: int = 0  # `DecayedQK`
+    intra: int = 0  # `IntraChunk`
+
+
+ALL_CHUNKS = RingChunks()
+
+
 class IntraResults(NamedTuple):
     """Of the intra-chunk kernel. `intra` is None where the caller has it; `token_scalars` is None for KDA."""
 

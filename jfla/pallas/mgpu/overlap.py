@@ -1,7 +1,9 @@
 """Kernels as values: run alone, or a producer and its consumer in one launch, tile by tile through flags in memory.
 
 A scan over few sequences leaves most multiprocessors idle. There the kernel that makes the scan's operands can run at
-the same time: it signals every tile that it has written, and the scan waits for the tile that it reads next.
+the same time: it signals every tile that it has written, and the scan waits for the tile that it reads next. The
+producer may be a few tiles ahead: what it reads and writes is then in the second-level cache when the scan reads it,
+and the tiles of a row may be a ring, whose places it writes again before they ever go to device memory.
 """
 
 import dataclasses
@@ -11,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfla.pallas.context import interpreting
@@ -19,13 +22,25 @@ from jfla.pallas.mgpu.launch import allocate, launch
 from jfla.pallas.mgpu.types import Gmem, Index, MemorySpec
 
 
+class Lead(NamedTuple):
+    """How far a producer may be ahead of its consumer; needs all CTAs of both to be resident at once."""
+
+    tiles: int = 0  # of each row of the flags; 0: any number
+    num_readers: int = 1  # warpgroups of the consumer that release each tile
+
+
+ANY_LEAD = Lead()
+
+
 class ReadyFlags(NamedTuple):
     """A semaphore in global memory for each tile that a producer writes; None where nobody waits.
 
-    Interpret mode has no semaphores, but runs CTAs one after the other.
+    It counts the producer, which is first, and the readers. Interpret mode has no semaphores, but runs CTAs one after
+    the other.
     """
 
     flags_gmem: Gmem
+    lead: Lead
 
     def signal(self, index: tuple[Index, ...]) -> None:
         """Tells that the tile is in global memory: this warpgroup's copies are waited for here.
@@ -40,6 +55,37 @@ class ReadyFlags(NamedTuple):
         if self.flags_gmem is not None:
             flag = self.flags_gmem.at[tuple(index)]
             plgpu.semaphore_wait(flag, 1, decrement=False, memory_scope="gpu")
+
+    def release(self, index: tuple[Index, ...]) -> None:
+        """Tells that this warpgroup has seen the copies of the tile arrive, and that nobody reads it again."""
+        if self.flags_gmem is not None and self.lead.tiles:
+            _signal_relaxed(self.flags_gmem.at[tuple(index)])
+
+    def wait_for_room(self, index: tuple[Index, ...]) -> None:
+        """Waits until all readers have read the tile whose place in a ring this one takes."""
+        if self.flags_gmem is None or not self.lead.tiles:
+            return
+        *row, tile = index
+
+        @pl.when(tile >= self.lead.tiles)
+        def _():
+            flag = self.flags_gmem.at[(*row, tile - self.lead.tiles)]
+            count = 1 + self.lead.num_readers
+            plgpu.semaphore_wait(flag, count, decrement=False, memory_scope="gpu")
+
+
+NO_FLAGS = ReadyFlags(None, ANY_LEAD)
+
+
+def _signal_relaxed(flag_gmem: Gmem) -> None:
+    """Adds 1 without the fence of `semaphore_signal`, for which a scan would wait: no write is to be seen behind it."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+    def signal(_: Any, flag: Any) -> None:
+        pointer = utils.memref_ptr(flag)
+        utils.SemaphoreRef(pointer).signal(1, relaxed=True, memory_scope="gpu")
+
+    signal(flag_gmem)  # pyright: ignore[reportCallIssue]: the first argument is Mosaic's
 
 
 class Kernel(NamedTuple):
@@ -90,7 +136,7 @@ def run(pending: PendingResults) -> Any:
 
     def body(inputs_gmem: Any, outputs_gmem: Any, smem: Any, barriers: Any) -> None:
         cta = lax.axis_index("cta")
-        kernel.body(inputs_gmem, outputs_gmem, smem, barriers, cta, ReadyFlags(None))
+        kernel.body(inputs_gmem, outputs_gmem, smem, barriers, cta, NO_FLAGS)
 
     outputs = launch(
         body,
@@ -110,11 +156,12 @@ def overlap(
     producing: PendingResults,
     consume: Callable[[Any], PendingResults],
     flags_shape: tuple[int, ...],
+    lead: Lead,
 ) -> tuple[Any, Any]:
     """Launches a producer and its consumer together; `consume` makes the consumer from the producer's placeholders.
 
-    Producer CTAs have the lowest numbers, are scheduled first and never wait for a consumer, so that there is no
-    deadlock even if the grid exceeds what is resident at once. Only the consumer's warpgroups move registers.
+    Producer CTAs have the lowest numbers, are scheduled first and with any `lead` never wait for a consumer: there is
+    then no deadlock even if the grid exceeds what is resident at once. Only the consumer's warpgroups move registers.
     """
     consuming = consume(producing.placeholders())
     producer = producing.kernel
@@ -132,7 +179,7 @@ def overlap(
             consumer.inputs,
             consumer_inputs,
         )
-        ready_flags = ReadyFlags(allocate_flags(flags_shape))
+        ready_flags = ReadyFlags(allocate_flags(flags_shape), lead)
         cta = lax.axis_index("cta")
 
         @pl.when(cta < producer.num_ctas)

@@ -61,14 +61,17 @@ from jfla.stages import (
 from jfla.types import CHUNK
 
 
-def load_tokens(ctx: IntraGdnWarpgroup, gmem: IntraGdnInputs) -> None:
-    """Copies the chunk's q, k and token inputs to shared memory and waits for them."""
+def load_tokens(
+    ctx: IntraGdnWarpgroup, gmem: IntraGdnInputs, ready_flags: ReadyFlags
+) -> None:
+    """Copies the chunk's q, k and token inputs to shared memory and waits for them; and for room for its results."""
     loaded = Copies(None if ctx.barriers is None else ctx.barriers.loaded.at[ctx.wg])
     if ctx.spec.loads_qk:
         for tile in range(ctx.spec.num_tiles):
             ctx.qk.prefetch(tile, gmem.q, gmem.k, loaded)
     source = ctx.index.tile(gmem.token_inputs)
     loaded.start(source, ctx.vectors.token_inputs)
+    ready_flags.wait_for_room(ctx.anew().index.number)
     loaded.wait()
 
 
@@ -154,7 +157,7 @@ def intra_of_chunk(
 ) -> None:
     """Everything that a warpgroup does with a chunk, each part with addresses of its own."""
     index = ctx.index
-    load_tokens(ctx, gmem)
+    load_tokens(ctx, gmem, ready_flags)
     write_row_factors(ctx)
     commit_smem()
     store_tile(ctx.vectors.factors, index.tile(out_gmem.factors))
@@ -213,7 +216,7 @@ def intra_gdn(
     kernel = Kernel(
         name="jfla_intra_gdn",
         inputs=IntraGdnInputs(q, k, token_inputs),
-        outputs=output_shapes(spec),
+        outputs=output_shapes(spec, config.ring),
         num_ctas=scheduler.num_ctas,
         num_warpgroups=spec.wgs_per_cta,
         registers=(),

@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 from jfla.pallas.common.chunk_index import TILE_K, ChunkGrid, ChunkIndex
 from jfla.pallas.common.packed_rows import Rows
 from jfla.pallas.common.qk_tiles import QkOptions, QkTiles
+from jfla.pallas.common.results import RingChunks
 from jfla.pallas.context import interpreting
 from jfla.pallas.machine import on_hopper
 from jfla.pallas.mgpu.iota import iota2d, iota_smem
@@ -38,6 +39,7 @@ class IntraGdnConfig(NamedTuple):
 
     wgs_per_cta: int
     max_ctas: int
+    ring: RingChunks
 
 
 class IntraGdnSpec(NamedTuple):
@@ -185,11 +187,14 @@ def intra_gdn_spec(
     )
 
 
-def output_shapes(spec: IntraGdnSpec) -> IntraGdnOutputs:
-    def per_chunk(rows: int, dtype: DTypeLike) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((*spec.grid, rows, CHUNK), dtype)
+def output_shapes(spec: IntraGdnSpec, ring: RingChunks) -> IntraGdnOutputs:
+    batch, heads, n_chunks = spec.grid
 
-    square: Gmem = per_chunk(CHUNK, spec.dtype)
+    def per_chunk(rows: int, dtype: DTypeLike, in_ring: int = 0) -> Gmem:
+        lead = (batch, heads, in_ring or n_chunks)
+        return jax.ShapeDtypeStruct((*lead, rows, CHUNK), dtype)
+
+    square = per_chunk(CHUNK, spec.dtype, ring.intra)
     return IntraGdnOutputs(
         factors=per_chunk(4, F32),
         token_scalars=per_chunk(spec.num_token_scalars, F32),

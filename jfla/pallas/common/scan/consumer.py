@@ -157,6 +157,7 @@ class ScanConsumer(ScanCta):
         """Waits for a step's chunk, steps, gives its stage back and starts the copies of what was stored."""
         stage = self.stage(i, zero)
         self.wait_for_chunk(i, stage)
+        self.ready_flags.release(self.span_chunk(i).number)
         stored: list[int] = []
 
         def store(which: int, x: Reg) -> None:

@@ -69,7 +69,8 @@ class ScanCta(NamedTuple):
         """The chunk of a step, in arrays that hold the scanned span alone."""
         chunk = self.steps.first + self.steps.end - 1 - i if self.spec.reverse else i
         places = places_of(self.gmem.chunks.values)
-        return ChunkIndex(self.index.batch, self.index.head, chunk, places)
+        batch = self.index.batch
+        return ChunkIndex(batch, self.index.head, chunk, places, self.spec.n_chunks)
 
     def global_chunk(self, i: Index) -> ChunkIndex:
         """The same chunk in arrays that hold all of time."""

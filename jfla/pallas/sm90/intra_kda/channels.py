@@ -63,6 +63,8 @@ def channel_warpgroup(ctx: IntraKdaWarpgroup, outputs: IntraKdaOutputs) -> None:
     write_block_decays(ctx, outputs.with_pairs)
     if outputs.with_pairs:
         begin_pass(ctx)
+    # For the pairs warpgroup, too, which stores behind `end_pass`.
+    ctx.ready_flags.wait_for_room(ctx.qk.index.number)
     # Zeros of their own: else addresses that several stages need are kept in registers from the first to the last.
     write_later_columns(ctx.recompute_addresses(), outputs.with_pairs)
     write_rows(ctx.recompute_addresses(), outputs.with_pairs)

@@ -20,7 +20,7 @@ from jfla.pallas.common.chunk_index import CHANNEL_BLOCK, TILE_K, ChunkGrid, Par
 from jfla.pallas.common.decay_sums import block_spans, stack_matrices
 from jfla.pallas.common.packed_rows import places_of
 from jfla.pallas.common.qk_tiles import QkgOperands, QkOptions, QkTiles
-from jfla.pallas.common.results import IntraResults
+from jfla.pallas.common.results import IntraResults, RingChunks
 from jfla.pallas.mgpu.overlap import Kernel, PendingResults, ReadyFlags
 from jfla.pallas.mgpu.scheduler import TileScheduler, WorkTile
 from jfla.pallas.mgpu.smem import BF16, F16, F32
@@ -48,6 +48,7 @@ def intra_kda(
     value_heads: int,
     options: QkOptions,
     num_ctas: int,
+    ring: RingChunks,
 ) -> PendingResults:
     """On the host: the kernel that makes `IntraResults` of every chunk, not launched yet.
 
@@ -120,7 +121,7 @@ def intra_kda(
     kernel = Kernel(
         name="jfla_intra_kda",
         inputs=IntraKdaOperands(gmem, beta if inverts else None, sum_matrices, spans),
-        outputs=_output_shapes(grid, key_dim, with_pairs),
+        outputs=_output_shapes(grid, key_dim, with_pairs, ring),
         num_ctas=scheduler.num_ctas,
         num_warpgroups=num_tiles + with_pairs,
         registers=(),
@@ -151,12 +152,16 @@ def _intra_results(outputs: IntraKdaOutputs, beta: Gmem) -> IntraResults:
     return IntraResults(qk, intra, None)
 
 
-def _output_shapes(grid: PartGrid, key_dim: int, with_pairs: bool) -> IntraKdaOutputs:
+def _output_shapes(
+    grid: PartGrid, key_dim: int, with_pairs: bool, ring: RingChunks
+) -> IntraKdaOutputs:
     """On the host: a `jax.ShapeDtypeStruct` for each."""
     lead = tuple(grid.chunks)
-    rows = jax.ShapeDtypeStruct((*lead, CHUNK, key_dim), BF16)
-    square = jax.ShapeDtypeStruct((*lead, CHUNK, CHUNK), BF16)
-    decay = jax.ShapeDtypeStruct((*lead, key_dim), F32)
+    of_qk = (*lead[:2], ring.qk or grid.chunks.n_chunks)
+    of_intra = (*lead[:2], ring.intra or grid.chunks.n_chunks)
+    rows = jax.ShapeDtypeStruct((*of_qk, CHUNK, key_dim), BF16)
+    square = jax.ShapeDtypeStruct((*of_intra, CHUNK, CHUNK), BF16)
+    decay = jax.ShapeDtypeStruct((*of_qk, key_dim), F32)
     one_block = grid.num_blocks == 1
     a = square if with_pairs and one_block else None
     block_sums = None

@@ -53,7 +53,8 @@ def sum_blocks(block_sums: jax.Array, beta: jax.Array) -> IntraChunk:
         smem: SharedStorage,
         beta_full: Barrier,
     ) -> None:
-        index = ChunkIndex(*map(lax.axis_index, ("sequence", "head", "chunk")))
+        sequence, head, chunk = map(lax.axis_index, ("sequence", "head", "chunk"))
+        index = ChunkIndex(sequence, head, chunk)
         zero = opaque_zero()
         plgpu.copy_gmem_to_smem(
             index.tile(gmem.beta).at[0], smem.beta_scaling.at[0], beta_full
