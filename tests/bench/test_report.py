@@ -136,16 +136,22 @@ def test_what_was_not_measured_again_is_shown_with_the_commit_it_was_measured_at
     record.commit = "old"
     record.write(tmp_path / "day-before.json")
     again.write(tmp_path / "day.json")
+    elsewhere = dataclasses.replace(again, device="another", date="1999-12-31")
+    elsewhere.write(tmp_path / "elsewhere.json")
     now = pages.page(tmp_path / "day.json")
-    _, earlier = pages.earlier_page(tmp_path / "day.json").split(
-        "## Measured on 2000-01-02, and not again"
+    _, earlier, on_another = pages.earlier_page(tmp_path / "day.json").split(
+        "## Measured on "
     )
+    assert earlier.startswith("2000-01-02, and not again")
     assert "commit new" in now
     assert "**GDN**" not in now
-    assert "Commit old: [benchmarks/results/day-before.json](" in earlier
+    assert "commit old: [benchmarks/results/day-before.json](" in earlier
+    assert "another, commit new: [benchmarks/results/elsewhere.json](" in on_another
+    assert "**KDA**" in on_another
     assert "| B1 T8192 H32 D128 | pallas | 0.625 |" in earlier
     assert "**KDA**" not in earlier
-    assert "## Measured" not in pages.earlier_page(tmp_path / "day-before.json")
+    alone = pages.earlier_page(tmp_path / "day-before.json")
+    assert "2000-01-02" not in alone
 
 
 @pytest.fixture
