@@ -30,12 +30,7 @@ from jfla.pallas.common.intra_gdn.kernel import intra_gdn
 from jfla.pallas.common.intra_gdn.smem import IntraGdnConfig
 from jfla.pallas.common.packed_rows import Rows
 from jfla.pallas.common.qk_tiles import QkOptions
-from jfla.pallas.common.results import (
-    ALL_CHUNKS,
-    IntraResults,
-    KernelGrads,
-    RingChunks,
-)
+from jfla.pallas.common.results import ALL_CHUNKS, IntraResults, KernelGrads, RingChunks
 from jfla.pallas.common.scan.spec import ScanConfig
 from jfla.pallas.common.scan.split_time import split_ends, split_states, stretch_end
 from jfla.pallas.common.scan.steps import backward_scans_kernel, output_scan_kernel
@@ -121,11 +116,9 @@ def lead_of_overlap(x: KernelArrays, schedule: Schedule) -> Lead:
     """How far the intra-chunk kernel may be ahead of the scan beside it.
 
     Any number of chunks in interpret mode, which runs one CTA after the other; and beside other devices, whose
-    collectives may hold multiprocessors until all devices are there: a scan's CTA that waits for one of them would not
-    be resident, as a ring needs it to be.
+    collectives may hold multiprocessors that the scan's CTAs would wait for, until all devices are there.
     """
-    alone = not jax.typeof(x.beta).manual_axis_type.varying
-    if interpreting() or not alone:
+    if interpreting() or jax.typeof(x.beta).manual_axis_type.varying:
         return ANY_LEAD
     return Lead(schedule.ring_chunks, num_readers=x.dims.value_dim // TILE_V)
 
@@ -184,9 +177,8 @@ def _forward(
             lead = lead_of_overlap(x, schedule)
             # The backward reads A of all chunks again.
             ring = RingChunks(lead.tiles, 0 if for_backward else lead.tiles)
-            num_ctas = schedule.overlap_ctas
             producing = intra_kernel(
-                x, inputs, options, schedule, num_ctas=num_ctas, ring=ring
+                x, inputs, options, schedule, num_ctas=schedule.overlap_ctas, ring=ring
             )
             flags_shape = (dims.batch, dims.heads, dims.n_chunks)
             intra_results, scanned = overlap(producing, consume, flags_shape, lead)

@@ -103,11 +103,14 @@ def schedule(
     num_sms: int = HOPPER_SMS,
     smem_bytes: int = HOPPER_SMEM_BYTES,
     machine: Machine = "hopper",
+    *,
+    shared_gpu: bool = False,
 ) -> Schedule:
-    """The schedule of a chunked call."""
+    """The schedule of a chunked call; of a `shared_gpu` other processes' kernels may hold multiprocessors."""
     if machine != "hopper":
         return _schedule_of_single_warpgroups(dims, num_sms, smem_bytes, machine)
     overlap_v_block, overlap_ctas = overlap_schedule(op, dims, num_sms)
+    ring = ring_chunks(dims, overlap_v_block, overlap_ctas, num_sms)
     return Schedule(
         machine=machine,
         num_sms=num_sms,
@@ -115,7 +118,7 @@ def schedule(
         scan_v_block=scan_v_block(dims, num_sms),
         overlap_v_block=overlap_v_block,
         overlap_ctas=overlap_ctas,
-        ring_chunks=ring_chunks(dims, overlap_v_block, overlap_ctas, num_sms),
+        ring_chunks=0 if shared_gpu else ring,
         time_splits=time_splits(dims, num_sms),
         stretch_splits=stretch_splits(dims, num_sms),
         num_spans=num_spans(op, dims, num_sms),

@@ -1,5 +1,6 @@
 """Which calls the kernels take, on which device, and the reason for those that they do not."""
 
+import os
 from typing import Any
 
 import jax
@@ -26,10 +27,16 @@ MACHINES: dict[str, Machine] = {
     "9.0": "hopper",
     "10.0": "ampere",
 }
+SHARED_GPU = "JFLA_SHARED_GPU"
 KERNELS: dict[Machine, str] = {"hopper": "Hopper kernels", "ampere": "mma.sync kernels"}
 MEASURED = (
     "9.0",
 )  # compute capabilities of GPUs on which kernels have run; for others they are compiled
+
+
+def shared_gpu() -> bool:
+    """Whether other processes' kernels may run at the same time, as with NVIDIA's MPS: the environment says so."""
+    return os.environ.get(SHARED_GPU, "0") != "0"
 
 
 def unsupported(form: Form, inputs: Inputs, options: Options) -> str | None:

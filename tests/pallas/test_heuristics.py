@@ -1,9 +1,13 @@
 """The schedule of a call: when time is split, taken span by span, and when two kernels run side by side."""
 
+import jax
+import jax.numpy as jnp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import jfla
+from jfla import chunk_op
 from jfla.pallas.heuristics import (
     HOPPER_SMS,
     Dims,
@@ -99,15 +103,35 @@ def test_results_for_a_scan_alone_lie_in_a_ring(op, heads, time, ring):
 def test_nothing_waits_in_a_ring_for_what_may_never_run(
     op, sequences, n_chunks, segments, sizes, num_sms
 ):
-    found = schedule(OPS[op], Dims(1, sequences, n_chunks, *sizes, segments), num_sms)
+    value_dim, key_dim = sizes
+    dims = Dims(1, sequences, n_chunks, value_dim, key_dim, segments)
+    found = schedule(OPS[op], dims, num_sms)
     if not found.ring_chunks:
         return
-    scan_ctas = sequences * -(-sizes[0] // found.overlap_v_block)
+    scan_ctas = sequences * -(-value_dim // found.overlap_v_block)
     assert segments is None
     assert 0 < found.overlap_ctas <= num_sms - scan_ctas
     # A CTA's next chunk waits for one that is ready before the CTA's last one.
     assert found.ring_chunks > -(-found.overlap_ctas // sequences)
     assert found.ring_chunks < n_chunks
+
+
+# Of two lengths, because what was traced is kept.
+@pytest.mark.parametrize(("shared", "time", "ring"), [("0", 8192, 8), ("1", 4096, 0)])
+def test_a_shared_gpu_has_no_ring(shared, time, ring, monkeypatch):
+    plans = []
+
+    def run(inputs, options, plan):
+        plans.append(plan)
+        return jfla.DeltaRuleOutput(inputs.v, None)
+
+    monkeypatch.setattr(chunk_op, "run", run)
+    monkeypatch.setenv("JFLA_SHARED_GPU", shared)
+    rows = jax.ShapeDtypeStruct((1, time, 32, 128), jnp.bfloat16)
+    numbers = jax.ShapeDtypeStruct((1, time, 32), jnp.float32)
+    with jfla.pallas.compiling_for("9.0"):
+        jax.eval_shape(jfla.chunk_gdn, rows, rows, rows, numbers, numbers)
+    assert [plan.schedule.ring_chunks for plan in plans] == [ring]
 
 
 @pytest.mark.parametrize("op", ["kda", "gdn"])
