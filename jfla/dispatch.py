@@ -196,7 +196,7 @@ def _chunk_pallas(inputs: Inputs, options: Options, choice: Choice) -> DeltaRule
             support.num_sms(inputs),
             support.smem_bytes(inputs),
             support.machine_of(inputs),
-            shared_gpu=support.shared_gpu(),
+            exclusive=support.exclusive(inputs),
         ),
         interpret=interpreting(),
         by_platform=choice.by_platform,

@@ -68,7 +68,8 @@ def compiling_for(compute_capability: str, num_sms: int = 132) -> Iterator[None]
     **Arguments:**
 
     - `compute_capability`: such as `"9.0"`.
-    - `num_sms`: its number of multiprocessors; 132 is that of an H100 or H200.
+    - `num_sms`: its number of multiprocessors; 132 is that of an H100 or H200 with SXM. What is compiled for a Hopper
+      GPU may need as many: with fewer it could wait for ever.
 
     **Raises:** `ValueError` for a compute capability that is not two numbers, or a number of multiprocessors below 1.
 

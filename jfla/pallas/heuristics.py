@@ -104,9 +104,9 @@ def schedule(
     smem_bytes: int = HOPPER_SMEM_BYTES,
     machine: Machine = "hopper",
     *,
-    shared_gpu: bool = False,
+    exclusive: bool = True,
 ) -> Schedule:
-    """The schedule of a chunked call; of a `shared_gpu` other processes' kernels may hold multiprocessors."""
+    """The schedule of a chunked call, and of a launch that has `num_sms` multiprocessors to itself, if `exclusive`."""
     if machine != "hopper":
         return _schedule_of_single_warpgroups(dims, num_sms, smem_bytes, machine)
     overlap_v_block, overlap_ctas = overlap_schedule(op, dims, num_sms)
@@ -118,7 +118,7 @@ def schedule(
         scan_v_block=scan_v_block(dims, num_sms),
         overlap_v_block=overlap_v_block,
         overlap_ctas=overlap_ctas,
-        ring_chunks=0 if shared_gpu else ring,
+        ring_chunks=ring if exclusive else 0,
         time_splits=time_splits(dims, num_sms),
         stretch_splits=stretch_splits(dims, num_sms),
         num_spans=num_spans(op, dims, num_sms),

@@ -34,11 +34,6 @@ MEASURED = (
 )  # compute capabilities of GPUs on which kernels have run; for others they are compiled
 
 
-def shared_gpu() -> bool:
-    """Whether other processes' kernels may run at the same time, as with NVIDIA's MPS: the environment says so."""
-    return os.environ.get(SHARED_GPU, "0") != "0"
-
-
 def unsupported(form: Form, inputs: Inputs, options: Options) -> str | None:
     """None, or why the kernels cannot take this call here."""
     reason = unsupported_call(form, inputs, options)
@@ -188,6 +183,19 @@ def smem_bytes(inputs: Inputs) -> int:
 def is_measured(inputs: Inputs) -> bool:
     """Whether kernels have run on such a GPU as the call runs on."""
     return capability_of(target_of(inputs)) in MEASURED
+
+
+def exclusive(inputs: Inputs) -> bool:
+    """Whether a launch can count on `num_sms`.
+
+    Not where the number is a guess, nor where the environment says that other processes' kernels may run at the same
+    time, as with NVIDIA's MPS.
+    """
+    device: Any = target_of(inputs)
+    known = isinstance(device, Target) or (
+        device.platform == "gpu" and bool(getattr(device, "core_count", None))
+    )
+    return known and os.environ.get(SHARED_GPU, "0") == "0"
 
 
 def num_sms(inputs: Inputs) -> int:

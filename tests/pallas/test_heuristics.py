@@ -5,9 +5,11 @@ import jax.numpy as jnp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.kernel_cases import validated
 
 import jfla
 from jfla import chunk_op
+from jfla.pallas import support
 from jfla.pallas.heuristics import (
     HOPPER_SMS,
     Dims,
@@ -132,6 +134,15 @@ def test_a_shared_gpu_has_no_ring(shared, time, ring, monkeypatch):
     with jfla.pallas.compiling_for("9.0"):
         jax.eval_shape(jfla.chunk_gdn, rows, rows, rows, numbers, numbers)
     assert [plan.schedule.ring_chunks for plan in plans] == [ring]
+
+
+def test_a_number_of_multiprocessors_that_is_a_guess_is_not_counted_on():
+    x = jnp.zeros((1, 64, 1, 64))
+    inputs, _ = validated("gdn", x, x, x, x[..., 0], x[..., 0])
+    assert not support.exclusive(inputs)
+    with jfla.pallas.compiling_for("9.0", num_sms=114):
+        assert support.exclusive(inputs)
+        assert support.num_sms(inputs) == 114
 
 
 @pytest.mark.parametrize("op", ["kda", "gdn"])
