@@ -112,15 +112,15 @@ def grads_kernel(
     )
 
 
-def lead_of_overlap(x: KernelArrays, schedule: Schedule) -> Lead:
+def lead_of_overlap(value_dim: int, schedule: Schedule) -> Lead:
     """How far the intra-chunk kernel may be ahead of the scan beside it.
 
     Any number of chunks in interpret mode, which runs one CTA after the other; and beside other devices, whose
     collectives may hold multiprocessors that the scan's CTAs would wait for, until all devices are there.
     """
-    if interpreting() or jax.typeof(x.beta).manual_axis_type.varying:
+    if interpreting() or jax.sharding.get_abstract_mesh().manual_axes:
         return ANY_LEAD
-    return Lead(schedule.ring_chunks, num_readers=x.dims.value_dim // TILE_V)
+    return Lead(schedule.ring_chunks, num_readers=value_dim // TILE_V)
 
 
 def query_dtype(inputs: Inputs) -> DTypeLike:
@@ -174,7 +174,7 @@ def _forward(
             )
 
         with jax.named_scope("jfla_intra_overlap_output_scan"):
-            lead = lead_of_overlap(x, schedule)
+            lead = lead_of_overlap(dims.value_dim, schedule)
             # The backward reads A of all chunks again.
             ring = RingChunks(lead.tiles, 0 if for_backward else lead.tiles)
             producing = intra_kernel(

@@ -10,6 +10,7 @@ from support.kernel_cases import validated
 import jfla
 from jfla import chunk_op
 from jfla.pallas import support
+from jfla.pallas.chunk import lead_of_overlap
 from jfla.pallas.heuristics import (
     HOPPER_SMS,
     Dims,
@@ -134,6 +135,29 @@ def test_a_shared_gpu_has_no_ring(shared, time, ring, monkeypatch):
     with jfla.pallas.compiling_for("9.0"):
         jax.eval_shape(jfla.chunk_gdn, rows, rows, rows, numbers, numbers)
     assert [plan.schedule.ring_chunks for plan in plans] == [ring]
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_no_ring_beside_other_devices(check_vma):
+    found = schedule(OPS["kda"], dims_of(32, 8192))
+    alone = lead_of_overlap(128, found)
+    assert (alone.tiles, alone.num_readers) == (8, 2)
+    leads = []
+
+    def on_device(x):
+        leads.append(lead_of_overlap(128, found).tiles)
+        return x
+
+    auto = (jax.sharding.AxisType.Auto,)
+    rows = jax.sharding.PartitionSpec("data")
+    jax.shard_map(
+        on_device,
+        mesh=jax.make_mesh((2,), ("data",), axis_types=auto),
+        in_specs=rows,
+        out_specs=rows,
+        check_vma=check_vma,
+    )(jnp.ones(2))
+    assert set(leads) == {0}
 
 
 def test_a_number_of_multiprocessors_that_is_a_guess_is_not_counted_on():
