@@ -38,7 +38,7 @@ from jfla.pallas.context import interpreting
 from jfla.pallas.heuristics import Schedule
 from jfla.pallas.machine import tracing_for
 from jfla.pallas.mgpu.in_place import write_in_place
-from jfla.pallas.mgpu.overlap import ANY_LEAD, Lead, PendingResults, overlap, run
+from jfla.pallas.mgpu.overlap import Lead, PendingResults, overlap, run
 from jfla.pallas.mgpu.smem import BF16, F16, F32
 from jfla.pallas.mgpu.types import Gmem
 from jfla.pallas.mma.grads_gdn import grads_gdn as mma_grads_gdn
@@ -112,17 +112,6 @@ def grads_kernel(
     )
 
 
-def lead_of_overlap(value_dim: int, schedule: Schedule) -> Lead:
-    """How far the intra-chunk kernel may be ahead of the scan beside it.
-
-    Any number of chunks in interpret mode, which runs one CTA after the other; and beside other devices, whose
-    collectives may hold multiprocessors that the scan's CTAs would wait for, until all devices are there.
-    """
-    if interpreting() or jax.sharding.get_abstract_mesh().manual_axes:
-        return ANY_LEAD
-    return Lead(schedule.ring_chunks, num_readers=value_dim // TILE_V)
-
-
 def query_dtype(inputs: Inputs) -> DTypeLike:
     """Of dq and dk as the gradient kernels leave them: float32 where value heads are left to sum."""
     whole = inputs.q.dtype == BF16 and inputs.q.shape[2] == inputs.v.shape[2]
@@ -174,9 +163,11 @@ def _forward(
             )
 
         with jax.named_scope("jfla_intra_overlap_output_scan"):
-            lead = lead_of_overlap(dims.value_dim, schedule)
+            # Interpret mode runs one CTA after the other: the producer would wait for a scan that has not begun.
+            ring_chunks = 0 if interpreting() else schedule.ring_chunks
+            lead = Lead(ring_chunks, num_readers=dims.value_dim // TILE_V)
             # The backward reads A of all chunks again.
-            ring = RingChunks(lead.tiles, 0 if for_backward else lead.tiles)
+            ring = RingChunks(ring_chunks, 0 if for_backward else ring_chunks)
             producing = intra_kernel(
                 x, inputs, options, schedule, num_ctas=schedule.overlap_ctas, ring=ring
             )

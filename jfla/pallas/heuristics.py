@@ -148,9 +148,12 @@ def _schedule_of_single_warpgroups(
 
 
 def schedule_of_part(op: Op, dims: Dims, whole: Schedule) -> Schedule:
-    """The schedule of a device's part of a call that is split over devices. What the backward finds stays as it is."""
-    part = schedule(op, dims, whole.num_sms, whole.smem_bytes, whole.machine)
-    part = dataclasses.replace(part, ring_chunks=0)
+    """The schedule of a device's part of a call that is split over devices. What the backward finds stays as it is.
+
+    Not `exclusive`: collectives may hold multiprocessors until all devices are there.
+    """
+    sizes = (whole.num_sms, whole.smem_bytes, whole.machine)
+    part = schedule(op, dims, *sizes, exclusive=False)
     if not whole.num_spans:
         return dataclasses.replace(part, num_spans=0)
     return dataclasses.replace(part, num_spans=whole.num_spans, time_splits=1)

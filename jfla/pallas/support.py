@@ -188,9 +188,12 @@ def is_measured(inputs: Inputs) -> bool:
 def exclusive(inputs: Inputs) -> bool:
     """Whether a launch can count on `num_sms`.
 
-    Not where the number is a guess, nor where the environment says that other processes' kernels may run at the same
-    time, as with NVIDIA's MPS.
+    Not where the number is a guess; nor inside shard_map, where collectives may hold multiprocessors until all devices
+    are there; nor where the environment says that other processes' kernels may run at the same time, as with NVIDIA's
+    MPS.
     """
+    if jax.sharding.get_abstract_mesh().manual_axes:
+        return False
     device: Any = target_of(inputs)
     known = isinstance(device, Target) or (
         device.platform == "gpu" and bool(getattr(device, "core_count", None))

@@ -10,7 +10,6 @@ from support.kernel_cases import validated
 import jfla
 from jfla import chunk_op
 from jfla.pallas import support
-from jfla.pallas.chunk import lead_of_overlap
 from jfla.pallas.heuristics import (
     HOPPER_SMS,
     Dims,
@@ -21,7 +20,7 @@ from jfla.pallas.heuristics import (
     schedule_of_part,
     time_splits,
 )
-from jfla.types import OPS
+from jfla.types import OPS, Inputs
 
 
 def dims_of(heads: int, time: int, key_dim: int = 128, value_dim: int = 128) -> Dims:
@@ -97,8 +96,8 @@ def test_results_for_a_scan_alone_lie_in_a_ring(op, heads, time, ring):
 
 @given(
     op=st.sampled_from(sorted(OPS)),
-    sequences=st.integers(1, 300),
-    n_chunks=st.integers(1, 200),
+    sequences=st.integers(1, 130),
+    n_chunks=st.integers(1, 400),
     segments=st.none() | st.integers(1, 20),
     sizes=st.tuples(*[st.sampled_from([64, 128, 256])] * 2),
     num_sms=st.sampled_from([1, 78, 108, 114, 132]),
@@ -117,6 +116,11 @@ def test_nothing_waits_in_a_ring_for_what_may_never_run(
     # A CTA's next chunk waits for one that is ready before the CTA's last one.
     assert found.ring_chunks > -(-found.overlap_ctas // sequences)
     assert found.ring_chunks < n_chunks
+
+
+def inputs_of_one_chunk() -> Inputs:
+    x = jnp.zeros((1, 64, 1, 64))
+    return validated("gdn", x, x, x, x[..., 0], x[..., 0])[0]
 
 
 # Of two lengths, because what was traced is kept.
@@ -138,31 +142,30 @@ def test_a_shared_gpu_has_no_ring(shared, time, ring, monkeypatch):
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_no_ring_beside_other_devices(check_vma):
-    found = schedule(OPS["kda"], dims_of(32, 8192))
-    alone = lead_of_overlap(128, found)
-    assert (alone.tiles, alone.num_readers) == (8, 2)
-    leads = []
+def test_no_launch_inside_shard_map_counts_on_all_multiprocessors(check_vma):
+    inputs = inputs_of_one_chunk()
+    found = []
 
     def on_device(x):
-        leads.append(lead_of_overlap(128, found).tiles)
+        found.append(support.exclusive(inputs))
         return x
 
     auto = (jax.sharding.AxisType.Auto,)
     rows = jax.sharding.PartitionSpec("data")
-    jax.shard_map(
-        on_device,
-        mesh=jax.make_mesh((2,), ("data",), axis_types=auto),
-        in_specs=rows,
-        out_specs=rows,
-        check_vma=check_vma,
-    )(jnp.ones(2))
-    assert set(leads) == {0}
+    with jfla.pallas.compiling_for("9.0"):
+        assert support.exclusive(inputs)
+        jax.shard_map(
+            on_device,
+            mesh=jax.make_mesh((2,), ("data",), axis_types=auto),
+            in_specs=rows,
+            out_specs=rows,
+            check_vma=check_vma,
+        )(jnp.ones(2))
+    assert set(found) == {False}
 
 
 def test_a_number_of_multiprocessors_that_is_a_guess_is_not_counted_on():
-    x = jnp.zeros((1, 64, 1, 64))
-    inputs, _ = validated("gdn", x, x, x, x[..., 0], x[..., 0])
+    inputs = inputs_of_one_chunk()
     assert not support.exclusive(inputs)
     with jfla.pallas.compiling_for("9.0", num_sms=114):
         assert support.exclusive(inputs)
