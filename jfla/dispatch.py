@@ -196,6 +196,7 @@ def _chunk_pallas(inputs: Inputs, options: Options, choice: Choice) -> DeltaRule
             support.num_sms(inputs),
             support.smem_bytes(inputs),
             support.machine_of(inputs),
+            support.bytes_per_us(inputs),
             exclusive=support.exclusive(inputs),
         ),
         interpret=interpreting(),

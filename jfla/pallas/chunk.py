@@ -167,7 +167,11 @@ def _forward(
             ring_chunks = 0 if interpreting() else schedule.ring_chunks
             lead = Lead(ring_chunks, num_readers=dims.value_dim // TILE_V)
             # The backward reads A of all chunks again.
-            ring = RingChunks(ring_chunks, 0 if for_backward else ring_chunks)
+            ring = RingChunks(
+                qk=ring_chunks,
+                intra=0 if for_backward else ring_chunks,
+                at_a_time=schedule.overlap_sequences,
+            )
             producing = intra_kernel(
                 x, inputs, options, schedule, num_ctas=schedule.overlap_ctas, ring=ring
             )

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from jfla.packing import num_aligned_chunks
 from jfla.pallas.machine import Machine
-from jfla.types import Inputs, Op, Options
+from jfla.types import CHUNK, Inputs, Op, Options
 
 SUPPORTED_DIMS = (64, 128, 256)
 MAX_DIM: dict[Machine, int] = {
@@ -28,6 +28,9 @@ SMEM_BYTES = {
     * 1024,  # of 226: with another pipeline stage the scans of mma.sync spill
 }
 HOPPER_SMEM_BYTES = SMEM_BYTES["9.0"]
+# Bytes that a copy moves in a microsecond, by device kind; other GPUs count as an H200, which has 4.2e6.
+H200_BYTES_PER_US = 4.2e6
+BYTES_PER_US = {"NVIDIA H100 80GB HBM3": 2.9e6}
 
 MIN_SPLIT_CHUNKS = 16
 MAX_TIME_SPLITS = 16
@@ -71,10 +74,13 @@ class Schedule:
     machine: Machine
     num_sms: int
     smem_bytes: int
+    bytes_per_us: float
     scan_v_block: int  # columns of V per CTA of a scan
     overlap_v_block: int  # the same where the intra-chunk kernel runs beside the scan
     # CTAs of the intra-chunk kernel beside the scan; 0: it runs before
     overlap_ctas: int
+    # sequences that both of them have at a time, one such group after the other; 0: all
+    overlap_sequences: int
     # chunks of a sequence that it may be ahead of the scan; 0: any number
     ring_chunks: int
     time_splits: int  # spans of time that are scanned side by side
@@ -103,22 +109,24 @@ def schedule(
     num_sms: int = HOPPER_SMS,
     smem_bytes: int = HOPPER_SMEM_BYTES,
     machine: Machine = "hopper",
+    bytes_per_us: float = H200_BYTES_PER_US,
     *,
     exclusive: bool = True,
 ) -> Schedule:
     """The schedule of a chunked call, and of a launch that has `num_sms` multiprocessors to itself, if `exclusive`."""
     if machine != "hopper":
         return _schedule_of_single_warpgroups(dims, num_sms, smem_bytes, machine)
-    overlap_v_block, overlap_ctas = overlap_schedule(op, dims, num_sms)
-    ring = ring_chunks(dims, overlap_v_block, overlap_ctas, num_sms)
+    beside = overlap_schedule(op, dims, num_sms, bytes_per_us, exclusive=exclusive)
     return Schedule(
         machine=machine,
         num_sms=num_sms,
         smem_bytes=smem_bytes,
+        bytes_per_us=bytes_per_us,
         scan_v_block=scan_v_block(dims, num_sms),
-        overlap_v_block=overlap_v_block,
-        overlap_ctas=overlap_ctas,
-        ring_chunks=ring if exclusive else 0,
+        overlap_v_block=beside.v_block,
+        overlap_ctas=beside.num_ctas,
+        overlap_sequences=beside.sequences,
+        ring_chunks=ring_chunks(dims, beside, num_sms) if exclusive else 0,
         time_splits=time_splits(dims, num_sms),
         stretch_splits=stretch_splits(dims, num_sms),
         num_spans=num_spans(op, dims, num_sms),
@@ -135,9 +143,11 @@ def _schedule_of_single_warpgroups(
         machine=machine,
         num_sms=num_sms,
         smem_bytes=smem_bytes,
+        bytes_per_us=H200_BYTES_PER_US,
         scan_v_block=64,
         overlap_v_block=64,
         overlap_ctas=0,
+        overlap_sequences=0,
         ring_chunks=0,
         time_splits=time_splits(dims, num_sms),
         stretch_splits=stretch_splits(dims, num_sms),
@@ -152,8 +162,8 @@ def schedule_of_part(op: Op, dims: Dims, whole: Schedule) -> Schedule:
 
     Not `exclusive`: collectives may hold multiprocessors until all devices are there.
     """
-    sizes = (whole.num_sms, whole.smem_bytes, whole.machine)
-    part = schedule(op, dims, *sizes, exclusive=False)
+    device = (whole.num_sms, whole.smem_bytes, whole.machine, whole.bytes_per_us)
+    part = schedule(op, dims, *device, exclusive=False)
     if not whole.num_spans:
         return dataclasses.replace(part, num_spans=0)
     return dataclasses.replace(part, num_spans=whole.num_spans, time_splits=1)
@@ -187,65 +197,114 @@ def scan_v_block(dims: Dims, num_sms: int) -> int:
 
 
 # Microseconds, measured on an H200 with K = V = 128: of a warpgroup (scalar gate) or CTA (gate per channel) for the
-# intra-chunk work of a chunk, (alone, beside a scan); of a scan for a chunk, by its columns of V.
-_INTRA_US = {False: (5.6, 7.2), True: (11.0, 10.8)}
+# intra-chunk work of a chunk, (alone, beside a scan, and with a ring); of a scan for a chunk, by its columns of V.
+_INTRA_US = {False: (5.6, 7.2, 6.2), True: (11.0, 10.8, 10.8)}
 _SCAN_US = {64: 1.25, 128: 1.7}
 _BEGIN_US = 0.3  # what a chunk has of the time in which a CTA begins to scan segments
+_NEXT_SEQUENCES_US = 10  # until a scan's CTAs are those of the next sequences
 
 
-def overlap_schedule(op: Op, dims: Dims, num_sms: int) -> tuple[int, int]:
-    """(v_block of the scan, CTAs of the intra-chunk kernel beside it); 0 CTAs: it runs before the scan.
+class Overlap(NamedTuple):
+    """The intra-chunk kernel beside the output scan."""
 
-    Overlap pays while the scan leaves many multiprocessors idle, unless time is split or all chunks fit in one wave; of
-    packed segments see `_overlap_of_segments`. KDA with K = 256 makes its A matrices in two kernels, of which
-    none can. With t_intra and t_scan for all chunks and the intra-chunk work in so many rounds,
+    v_block: int  # of the scan
+    num_ctas: int  # of the intra-chunk kernel; 0: it runs before the scan
+    sequences: int = 0  # `Schedule.overlap_sequences`
+
+
+def overlap_schedule(
+    op: Op,
+    dims: Dims,
+    num_sms: int,
+    bytes_per_us: float = H200_BYTES_PER_US,
+    *,
+    exclusive: bool = True,
+) -> Overlap:
+    """Whether the intra-chunk kernel runs beside the scan, and on how many multiprocessors.
+
+    Overlap pays while the scan leaves many multiprocessors idle, or would be bound by bytes that a ring keeps in the
+    second-level cache; not where time is split or all chunks fit in one wave. Of packed segments see
+    `_overlap_of_segments`. KDA with K = 256 makes its A matrices in two kernels, of which none can. With t_intra and
+    t_scan for all chunks and the intra-chunk work in so many rounds,
 
         t = max(rounds * t_intra + t_scan / rounds, t_scan)
 
-    because the scan ends a round after the last one.
+    because the scan ends a round after the last one. The next sequences' scan makes both wait.
     """
     v_block = scan_v_block(dims, num_sms)
     if time_splits(dims, num_sms) > 1 or dims.num_chunks <= num_sms:
-        return v_block, 0
+        return Overlap(v_block, 0)
     if not op.scalar_gate and dims.key_dim > 128:
-        return v_block, 0
+        return Overlap(v_block, 0)
     if dims.segments is not None:
         return _overlap_of_segments(op, dims, num_sms)
     wgs = intra_wgs(op, dims.key_dim)
-    alone_us, beside_us = _INTRA_US[op.scalar_gate]
-
-    def rounds(num_ctas: int) -> int:
-        return -(-dims.num_chunks // (num_ctas * wgs))
-
-    in_turn = rounds(num_sms) * alone_us + dims.n_chunks * _SCAN_US[v_block]
-    choices = [(in_turn, v_block, 0)]
+    _, beside_us, ring_us = _INTRA_US[op.scalar_gate]
+    if exclusive:
+        beside_us = ring_us
+    in_turn = _in_turn_us(op, dims, v_block, num_sms, bytes_per_us)
+    choices = [(in_turn, Overlap(v_block, 0))]
     for columns in set(v_blocks(dims)):
-        idle_sms = num_sms - dims.sequences * (dims.value_dim // columns)
-        if idle_sms <= 0:
-            continue
-        scan_us = dims.n_chunks * _SCAN_US[columns]
-        num_rounds = rounds(idle_sms)
-        longest = max(num_rounds * beside_us + scan_us / num_rounds, scan_us)
-        choices.append((longest, columns, idle_sms))
-    return min(choices)[1:]
+        for sequences in _sequences_at_a_time(dims, num_sms, exclusive):
+            idle_sms = num_sms - sequences * (dims.value_dim // columns)
+            if idle_sms <= 0:
+                continue
+            num_groups = dims.sequences // sequences
+            scan_us = num_groups * dims.n_chunks * _SCAN_US[columns]
+            rounds = -(-dims.num_chunks // (idle_sms * wgs))
+            longest = max(rounds * beside_us + scan_us / rounds, scan_us)
+            longest += (num_groups - 1) * _NEXT_SEQUENCES_US
+            at_a_time = 0 if num_groups == 1 else sequences
+            choices.append((longest, Overlap(columns, idle_sms, at_a_time)))
+    return min(choices)[1]
 
 
-def ring_chunks(dims: Dims, v_block: int, overlap_ctas: int, num_sms: int) -> int:
+def _in_turn_us(
+    op: Op, dims: Dims, v_block: int, num_sms: int, bytes_per_us: float
+) -> float:
+    """Of the intra-chunk kernel, in rounds, and then of the scan, in waves of CTAs; each may be bound by its bytes."""
+    alone_us, _, _ = _INTRA_US[op.scalar_gate]
+    rounds = -(-dims.num_chunks // (num_sms * intra_wgs(op, dims.key_dim)))
+    waves = -(-dims.sequences * (dims.value_dim // v_block) // num_sms)
+    a_bytes = 2 * 2 * CHUNK * CHUNK
+    rows_of_k = 2 * CHUNK * dims.key_dim  # 16 bits
+    rows_of_v = 2 * CHUNK * dims.value_dim
+    # q and k; with a gate per channel g in float32, and q, k and k to the chunk's end as they decay
+    intra_bytes = (2 if op.scalar_gate else 7) * rows_of_k + a_bytes
+    scan_bytes = (2 if op.scalar_gate else 3) * rows_of_k + a_bytes + 2 * rows_of_v
+    bytes_us = dims.num_chunks / bytes_per_us
+    intra_us = max(rounds * alone_us, intra_bytes * bytes_us)
+    scan_us = max(waves * dims.n_chunks * _SCAN_US[v_block], scan_bytes * bytes_us)
+    return intra_us + scan_us
+
+
+def _sequences_at_a_time(dims: Dims, num_sms: int, exclusive: bool) -> list[int]:
+    """All, or with a ring so many in turn that they leave multiprocessors for the intra-chunk kernel."""
+    if not exclusive:
+        return [dims.sequences]
+    most = min(dims.sequences, num_sms)
+    return [n for n in range(1, most + 1) if dims.sequences % n == 0]
+
+
+def ring_chunks(dims: Dims, beside: Overlap, num_sms: int) -> int:
     """Chunks of a sequence that the intra-chunk kernel may be ahead of the scan beside it; 0: any number.
 
-    Packed segments are scanned by more CTAs than are resident at once: one that was waited for might never begin. KDA's
-    kernel tells that a chunk is ready when it is at the CTA's next one: a ring too short for both would deadlock.
+    Needs the scan's CTAs for all sequences that are made at a time to be resident. They begin in the order in which
+    sequences are made, so that those of a group take the places of the one before. Of packed segments there are more:
+    one that was waited for might never begin. KDA's kernel tells that a chunk is ready when it is at the CTA's next
+    one: a ring too short for both would deadlock.
     """
-    if not overlap_ctas or dims.segments is not None:
+    if not beside.num_ctas or dims.segments is not None:
         return 0
-    scan_ctas = dims.sequences * -(-dims.value_dim // v_block)
-    chunks_to_next = -(-overlap_ctas // dims.sequences)
-    ring = -(-RING_TILES // dims.sequences)
-    is_safe = overlap_ctas + scan_ctas <= num_sms and ring >= 2 * chunks_to_next
+    sequences = beside.sequences or dims.sequences
+    scan_ctas = sequences * -(-dims.value_dim // beside.v_block)
+    chunks_to_next = -(-beside.num_ctas // sequences)
+    ring = -(-RING_TILES // sequences)
+    is_safe = beside.num_ctas + scan_ctas <= num_sms and ring >= 2 * chunks_to_next
     return ring if is_safe and ring < dims.n_chunks else 0
 
 
-def _overlap_of_segments(op: Op, dims: Dims, num_sms: int) -> tuple[int, int]:
+def _overlap_of_segments(op: Op, dims: Dims, num_sms: int) -> Overlap:
     """Multiprocessors in the ratio of the work: CTAs of the scan end, and others take their place.
 
     The intra-chunk kernel takes chunks in the order in which segments are scanned, so that a scan waits for little and
@@ -253,10 +312,10 @@ def _overlap_of_segments(op: Op, dims: Dims, num_sms: int) -> tuple[int, int]:
     """
     _, columns = v_blocks(dims)
     scan_us = (_SCAN_US[columns] + _BEGIN_US) * (dims.value_dim // columns)
-    _, beside_us = _INTRA_US[op.scalar_gate]
+    _, beside_us, _ = _INTRA_US[op.scalar_gate]
     intra_us = beside_us / intra_wgs(op, dims.key_dim)
     ctas = round(num_sms * intra_us / (intra_us + scan_us))
-    return columns, min(max(ctas, 1), num_sms - 1) if num_sms > 1 else 0
+    return Overlap(columns, min(max(ctas, 1), num_sms - 1) if num_sms > 1 else 0)
 
 
 def time_splits(dims: Dims, num_sms: int) -> int:

@@ -9,6 +9,8 @@ from jax.core import Tracer
 
 from jfla.pallas.context import Target, interpreting, mma_kernels_wanted, target
 from jfla.pallas.heuristics import (
+    BYTES_PER_US,
+    H200_BYTES_PER_US,
     HOPPER_SMEM_BYTES,
     HOPPER_SMS,
     MAX_DIM,
@@ -209,3 +211,9 @@ def num_sms(inputs: Inputs) -> int:
     if device.platform != "gpu":
         return HOPPER_SMS
     return int(getattr(device, "core_count", None) or HOPPER_SMS)
+
+
+def bytes_per_us(inputs: Inputs) -> float:
+    """What a copy moves in a microsecond on the GPU on which the call runs."""
+    kind = str(getattr(target_of(inputs), "device_kind", None))
+    return BYTES_PER_US.get(kind, H200_BYTES_PER_US)

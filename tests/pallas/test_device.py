@@ -87,21 +87,46 @@ def test_the_same_bits_twice(op):
     jax.tree.map(np.testing.assert_array_equal, first, second)
 
 
+# As on a GPU of less bandwidth: so many sequences beside their intra-chunk kernel, one group after the other.
+IN_GROUPS = {
+    "kda": {"overlap_ctas": 100, "overlap_sequences": 32, "ring_chunks": 8},
+    "gdn": {"overlap_ctas": 68, "overlap_sequences": 64, "ring_chunks": 4},
+}
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("op", ["kda", "gdn"])
-@pytest.mark.parametrize("heads", [16, 32])
-def test_a_ring_changes_no_bit(op, heads):
-    """Of the output and the last state, without the backward and with it, which reads the A matrices again."""
-    sizes = {"batch": 1, "time": 4000, "heads": heads, "group": 1}
-    arrays, rest = inputs(Call(op, "raw", key_dim=128, value_dim=128, **sizes))
+@pytest.mark.parametrize(
+    ("op", "batch", "heads", "key_dim", "value_dim"),
+    [
+        ("kda", 1, 16, 128, 128),
+        ("kda", 1, 32, 128, 128),
+        ("kda", 1, 32, 64, 128),
+        ("kda", 1, 16, 128, 256),
+        ("kda", 4, 32, 128, 128),
+        ("gdn", 1, 16, 128, 128),
+        ("gdn", 1, 32, 128, 128),
+        ("gdn", 4, 32, 128, 128),
+    ],
+)
+def test_kernels_side_by_side_give_the_same_bits(op, batch, heads, key_dim, value_dim):
+    """Of output and state, without the backward and with it, which reads the A matrices again."""
+    sizes = {"batch": batch, "time": 4000, "heads": heads, "group": 1}
+    arrays, rest = inputs(
+        Call(op, "raw", key_dim=key_dim, value_dim=value_dim, **sizes)
+    )
     main, more = main_and_rest(arrays)
+    schedules = [{"overlap_ctas": 0}, {"ring_chunks": 0}, {}]
+    if batch * heads == 128:
+        schedules.append({"overlap_v_block": 128} | IN_GROUPS[op])
     found = []
-    for ring in ({}, {"ring_chunks": 0}):
-        chunk = scheduled(op, interpret=False, **ring)
+    for different in schedules:
+        chunk = scheduled(op, interpret=False, **different)
         forward = jax.jit(lambda main, more, chunk=chunk: chunk(*main, **more, **rest))
         out = forward(main, more)
         found.append(((out.output, out.final_state), results(chunk, arrays, rest)))
-    jax.tree.map(np.testing.assert_array_equal, *jax.tree.map(np.asarray, found))
+    in_turn, *others = jax.tree.map(np.asarray, found)
+    for other in others:
+        jax.tree.map(np.testing.assert_array_equal, in_turn, other)
 
 
 @pytest.mark.gpu

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,9 +11,13 @@ from support.kernel_cases import validated
 import jfla
 from jfla import chunk_op
 from jfla.pallas import support
+from jfla.pallas.common.chunk_index import ChunkGrid
 from jfla.pallas.heuristics import (
+    H200_BYTES_PER_US,
     HOPPER_SMS,
     Dims,
+    Overlap,
+    Schedule,
     decode_v_block,
     num_spans,
     overlap_schedule,
@@ -20,7 +25,7 @@ from jfla.pallas.heuristics import (
     schedule_of_part,
     time_splits,
 )
-from jfla.types import OPS, Inputs
+from jfla.types import OPS, Inputs, Op
 
 
 def dims_of(heads: int, time: int, key_dim: int = 128, value_dim: int = 128) -> Dims:
@@ -70,11 +75,10 @@ def test_spans_of_time_are_for_many_states(op, key_dim, heads, time, spans):
 def test_kernels_overlap_in_calls_that_leave_much_of_the_gpu_idle(
     op, heads, time, v_block, ctas
 ):
-    assert overlap_schedule(OPS[op], dims_of(heads, time), HOPPER_SMS) == (
-        v_block,
-        ctas,
-    )
-    assert overlap_schedule(OPS["gdn"], dims_of(64, 1024, 64, 64), HOPPER_SMS)[1] == 0
+    found = overlap_schedule(OPS[op], dims_of(heads, time), HOPPER_SMS)
+    assert found == Overlap(v_block, ctas)
+    short = overlap_schedule(OPS["gdn"], dims_of(64, 1024, 64, 64), HOPPER_SMS)
+    assert short.num_ctas == 0
 
 
 @pytest.mark.parametrize(
@@ -84,7 +88,8 @@ def test_kernels_overlap_in_calls_that_leave_much_of_the_gpu_idle(
         ("gdn", 32, 8192, 8),
         ("gdn", 16, 8192, 16),
         ("gdn", 32, 512, 0),  # no longer than a ring
-        ("kda", 64, 8192, 0),  # one kernel after the other
+        ("kda", 64, 8192, 8),  # 32 sequences at a time
+        ("gdn", 64, 8192, 0),  # one kernel after the other
     ],
 )
 def test_results_for_a_scan_alone_lie_in_a_ring(op, heads, time, ring):
@@ -94,9 +99,30 @@ def test_results_for_a_scan_alone_lie_in_a_ring(op, heads, time, ring):
     assert part.ring_chunks == 0
 
 
+@pytest.mark.parametrize(
+    ("op", "batch", "time", "bytes_per_us", "overlap"),
+    [
+        ("kda", 8, 4096, H200_BYTES_PER_US, Overlap(128, 0)),
+        ("kda", 2, 8192, H200_BYTES_PER_US, Overlap(128, 100, sequences=32)),
+        ("kda", 8, 4096, 2.9e6, Overlap(128, 100, sequences=32)),
+        ("kda", 8, 1024, 2.9e6, Overlap(128, 0)),
+        ("gdn", 8, 4096, H200_BYTES_PER_US, Overlap(128, 0)),
+        ("gdn", 8, 4096, 2.9e6, Overlap(128, 68, sequences=64)),
+        ("gdn", 2, 8192, 2.9e6, Overlap(128, 68)),
+    ],
+)
+def test_sequences_take_turns_where_bytes_bound_a_full_gpu(
+    op, batch, time, bytes_per_us, overlap
+):
+    dims = Dims(batch, 32, time // 64, 128, 128)
+    assert overlap_schedule(OPS[op], dims, HOPPER_SMS, bytes_per_us) == overlap
+    shared = overlap_schedule(OPS[op], dims, HOPPER_SMS, bytes_per_us, exclusive=False)
+    assert shared.sequences == 0
+
+
 @given(
     op=st.sampled_from(sorted(OPS)),
-    sequences=st.integers(1, 130),
+    sequences=st.integers(1, 130) | st.sampled_from([192, 256, 512]),
     n_chunks=st.integers(1, 400),
     segments=st.none() | st.integers(1, 20),
     sizes=st.tuples(*[st.sampled_from([64, 128, 256])] * 2),
@@ -108,14 +134,64 @@ def test_nothing_waits_in_a_ring_for_what_may_never_run(
     value_dim, key_dim = sizes
     dims = Dims(1, sequences, n_chunks, value_dim, key_dim, segments)
     found = schedule(OPS[op], dims, num_sms)
+    at_a_time = found.overlap_sequences or sequences
+    assert sequences % at_a_time == 0
     if not found.ring_chunks:
         return
-    scan_ctas = sequences * -(-value_dim // found.overlap_v_block)
+    scan_ctas = at_a_time * -(-value_dim // found.overlap_v_block)
     assert segments is None
     assert 0 < found.overlap_ctas <= num_sms - scan_ctas
     # A CTA's next chunk waits for one that is ready before the CTA's last one.
-    assert found.ring_chunks > -(-found.overlap_ctas // sequences)
+    assert found.ring_chunks > -(-found.overlap_ctas // at_a_time)
     assert found.ring_chunks < n_chunks
+
+
+@given(
+    op=st.sampled_from(sorted(OPS)),
+    batch=st.integers(1, 8),
+    heads=st.sampled_from([16, 20, 32, 36, 64]),
+    n_chunks=st.integers(9, 40),
+    bytes_per_us=st.sampled_from([H200_BYTES_PER_US, 2.9e6, 1e6]),
+)
+def test_a_ring_always_gets_room(op, batch, heads, n_chunks, bytes_per_us):
+    dims = Dims(batch, heads, n_chunks, 128, 128)
+    found = schedule(OPS[op], dims, bytes_per_us=bytes_per_us)
+    if found.ring_chunks:
+        np.testing.assert_array_equal(chunks_read(OPS[op], dims, found), n_chunks)
+
+
+def chunks_read(op: Op, dims: Dims, found: Schedule) -> np.ndarray:
+    """Of every sequence, when neither kernel can go on.
+
+    KDA's intra-chunk kernel tells that a chunk is ready when it has room for the next one.
+    """
+    grid = ChunkGrid(
+        dims.batch, dims.heads, dims.n_chunks, at_a_time=found.overlap_sequences
+    )
+    index = grid(jnp.arange(grid.num_tiles))
+    sequence = np.asarray(index.batch * dims.heads + index.head)
+    chunk = np.asarray(index.chunk)
+    is_ready = np.zeros((dims.sequences, dims.n_chunks), bool)
+    read = np.zeros(dims.sequences, int)
+    v_blocks = dims.value_dim // found.overlap_v_block
+    num_resident = (found.num_sms - found.overlap_ctas) // v_blocks
+    stride = found.overlap_ctas * found.intra_wgs
+    tiles = np.arange(stride)
+    while True:
+        known = np.minimum(tiles, grid.num_tiles - 1)
+        has_room = chunk[known] - found.ring_chunks < read[sequence[known]]
+        goes_on = (tiles < grid.num_tiles) & has_room
+        ready = tiles[goes_on]
+        if not op.scalar_gate:
+            ready = tiles[goes_on | (tiles >= grid.num_tiles)] - stride
+            ready = ready[ready >= 0]
+        is_ready[sequence[ready], chunk[ready]] = True
+        tiles[goes_on] += stride
+        resident = np.flatnonzero(read < dims.n_chunks)[:num_resident]
+        can_read = resident[is_ready[resident, read[resident]]]
+        read[can_read] += 1
+        if not can_read.size and not goes_on.any():
+            return read
 
 
 def inputs_of_one_chunk() -> Inputs:
@@ -220,7 +296,7 @@ def test_scans_of_long_segments_split_v(segments, v_block):
 )
 def test_kernels_overlap_where_segments_are_packed(op, v_block, ctas):
     dims = Dims(1, 32, 300, 128, 128, 20)
-    assert overlap_schedule(OPS[op], dims, HOPPER_SMS) == (v_block, ctas)
+    assert overlap_schedule(OPS[op], dims, HOPPER_SMS) == Overlap(v_block, ctas)
     assert overlap_schedule(OPS[op], dims, 1)[1] == 0
     assert (
         overlap_schedule(OPS[op], dims._replace(heads=1, n_chunks=30), HOPPER_SMS)[1]

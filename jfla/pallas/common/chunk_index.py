@@ -78,12 +78,18 @@ class ChunkGrid(NamedTuple):
     """All chunks of a call, numbered for a tile scheduler.
 
     Heads are fastest, because they lie side by side in memory; chunks are slowest, because a scan that overlaps reads
-    them in this order.
+    them in this order. Of more sequences than it has at a time it reads one group after the other.
     """
 
     batch: int
     heads: int
     n_chunks: int
+    at_a_time: int = 0  # sequences, of which there is a multiple; 0: all
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """[B, HV, N]."""
+        return self.batch, self.heads, self.n_chunks
 
     @property
     def num_tiles(self) -> int:
@@ -98,10 +104,21 @@ class ChunkGrid(NamedTuple):
     def __call__(self, tile_index: Index, places: Gmem = None) -> ChunkIndex:
         heads = jnp.int32(self.heads)
         batch = jnp.int32(self.batch)
-        rest = lax.div(tile_index, heads)
-        head = lax.rem(tile_index, heads)
-        chunk = lax.div(rest, batch)
-        return ChunkIndex(lax.rem(rest, batch), head, chunk, places, self.n_chunks)
+        if self.at_a_time:
+            at_a_time = jnp.int32(self.at_a_time)
+            n_chunks = jnp.int32(self.n_chunks)
+            rest = lax.div(tile_index, at_a_time)
+            chunk = lax.rem(rest, n_chunks)
+            first = lax.div(rest, n_chunks) * at_a_time
+            sequence = first + lax.rem(tile_index, at_a_time)
+            row = lax.div(sequence, heads)
+            head = lax.rem(sequence, heads)
+        else:
+            rest = lax.div(tile_index, heads)
+            head = lax.rem(tile_index, heads)
+            chunk = lax.div(rest, batch)
+            row = lax.rem(rest, batch)
+        return ChunkIndex(row, head, chunk, places, self.n_chunks)
 
 
 class ChunkPart(NamedTuple):

@@ -23,7 +23,10 @@ from jfla.pallas.mgpu.types import Gmem, Index, MemorySpec
 
 
 class Lead(NamedTuple):
-    """How far a producer may be ahead of its consumer; needs all CTAs of both to be resident at once."""
+    """How far a producer may be ahead of its consumer.
+
+    Needs to be resident at once: the producer's CTAs, and the consumer's for all rows that are produced at a time.
+    """
 
     tiles: int = 0  # of each row of the flags; 0: any number
     num_readers: int = 1  # warpgroups of the consumer that release each tile

@@ -309,7 +309,7 @@ def grads_gdn(
 
     per_channel = (batch, n_chunks * CHUNK, heads, key_dim)
     dx = rows_like(qk.q, per_channel, F32 if options.qk_norm else out_dtype)
-    of_tokens = jax.ShapeDtypeStruct((*grid, CHUNK), F32)
+    of_tokens = jax.ShapeDtypeStruct((*grid.shape, CHUNK), F32)
     return launch(
         body,
         GradsGdnInputs(qk, token_scalars, scans, zero_operand()),

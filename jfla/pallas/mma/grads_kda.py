@@ -333,7 +333,7 @@ def grads_kda(
     per_channel = (batch, n_chunks * CHUNK, heads, key_dim)
     dx = rows_like(operands.q, per_channel, F32 if options.qk_norm else out_dtype)
     dg = rows_like(operands.q, per_channel, F32)
-    of_tokens = jax.ShapeDtypeStruct((*grid, CHUNK), F32)
+    of_tokens = jax.ShapeDtypeStruct((*grid.shape, CHUNK), F32)
     return launch(
         body,
         GradsKdaInputs(operands, scans, zero_operand()),

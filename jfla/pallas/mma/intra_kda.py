@@ -281,9 +281,9 @@ def intra_kda(
 
 
 def _output_shapes(grid: ChunkGrid, key_dim: int, with_a: bool) -> IntraKdaOutputs:
-    tile: Gmem = jax.ShapeDtypeStruct((*grid, CHUNK, key_dim), BF16)
-    chunk_decay: Gmem = jax.ShapeDtypeStruct((*grid, key_dim), F32)
-    square: Gmem = jax.ShapeDtypeStruct((*grid, CHUNK, CHUNK), BF16)
+    tile: Gmem = jax.ShapeDtypeStruct((*grid.shape, CHUNK, key_dim), BF16)
+    chunk_decay: Gmem = jax.ShapeDtypeStruct((*grid.shape, key_dim), F32)
+    square: Gmem = jax.ShapeDtypeStruct((*grid.shape, CHUNK, CHUNK), BF16)
     intra = IntraChunk(square, square) if with_a else None
     return IntraKdaOutputs(DecayedQK(tile, tile, tile, chunk_decay), intra)
 

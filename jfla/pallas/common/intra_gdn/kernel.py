@@ -182,7 +182,7 @@ def intra_gdn(
     `token_inputs` [B, HV, N, 1 or 2, C] float32: log2 decay; and beta, unless the caller has the
     `IntraChunk`s, which are then None in the results.
     """
-    spec = intra_gdn_spec(q, token_inputs.shape, options, config.wgs_per_cta)
+    spec = intra_gdn_spec(q, token_inputs.shape, options, config)
     scheduler = TileScheduler(spec.grid.num_tiles, config.max_ctas, config.wgs_per_cta)
 
     def body(

@@ -174,21 +174,24 @@ class IntraGdnWarpgroup(NamedTuple):
 
 
 def intra_gdn_spec(
-    q: Rows, inputs_shape: tuple[int, ...], options: QkOptions, wgs_per_cta: int
+    q: Rows,
+    inputs_shape: tuple[int, ...],
+    options: QkOptions,
+    config: IntraGdnConfig,
 ) -> IntraGdnSpec:
     batch, heads, n_chunks, num_token_inputs, _ = inputs_shape
     return IntraGdnSpec(
         options=options,
-        grid=ChunkGrid(batch, heads, n_chunks),
+        grid=ChunkGrid(batch, heads, n_chunks, config.ring.at_a_time),
         num_tiles=q.shape[-1] // TILE_K,
-        wgs_per_cta=wgs_per_cta,
+        wgs_per_cta=config.wgs_per_cta,
         with_intra=num_token_inputs > BETA,
         dtype=q.dtype,
     )
 
 
 def output_shapes(spec: IntraGdnSpec, ring: RingChunks) -> IntraGdnOutputs:
-    batch, heads, n_chunks = spec.grid
+    batch, heads, n_chunks = spec.grid.shape
 
     def per_chunk(rows: int, dtype: DTypeLike, in_ring: int = 0) -> Gmem:
         lead = (batch, heads, in_ring or n_chunks)

@@ -174,7 +174,7 @@ def grads_kda(
     per_channel = (batch, n_chunks * CHUNK, heads, key_dim)
     dx = rows_like(operands.q, per_channel, out_dtype)
     dg = rows_like(operands.q, per_channel, F32)
-    shapes = KernelGrads(dx, dx, dg, jax.ShapeDtypeStruct((*chunks, CHUNK), F32))
+    shapes = KernelGrads(dx, dx, dg, jax.ShapeDtypeStruct((*chunks.shape, CHUNK), F32))
     launch_with = functools.partial(
         launch,
         body,

@@ -58,7 +58,7 @@ def intra_kda(
     batch, time, _, key_dim = gmem.q.shape
     num_blocks = max(key_dim // CHANNEL_BLOCK, 1)
     num_tiles = key_dim // num_blocks // TILE_K
-    chunks = ChunkGrid(batch, value_heads, time // CHUNK)
+    chunks = ChunkGrid(batch, value_heads, time // CHUNK, ring.at_a_time)
     grid = PartGrid(chunks, num_blocks, num_tiles)
     scheduler = TileScheduler(grid.num_parts, num_ctas)
     with_pairs = beta is not None
@@ -156,7 +156,7 @@ def _output_shapes(
     grid: PartGrid, key_dim: int, with_pairs: bool, ring: RingChunks
 ) -> IntraKdaOutputs:
     """On the host: a `jax.ShapeDtypeStruct` for each."""
-    lead = tuple(grid.chunks)
+    lead = grid.chunks.shape
     of_qk = (*lead[:2], ring.qk or grid.chunks.n_chunks)
     of_intra = (*lead[:2], ring.intra or grid.chunks.n_chunks)
     rows = jax.ShapeDtypeStruct((*of_qk, CHUNK, key_dim), BF16)
