@@ -14,6 +14,7 @@ from support.described_calls import describe
 
 import jfla
 from benchmarks.h200 import H200
+from jfla.pallas import support
 
 
 def compile_for_h200(function: Callable[..., Any], *arguments: Any) -> str:
@@ -168,6 +169,22 @@ def test_chunks_of_segments_in_place_spill_few_bytes(
             kernel
         )
         assert "serialized" not in found, kernel
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("op", ["kda", "gdn"])
+def test_sequences_in_turn_compile_without_more_spills(op, capfd, monkeypatch):
+    """As on an H100: groups of sequences beside their intra-chunk kernel."""
+    monkeypatch.setitem(os.environ, "MOSAIC_GPU_DUMP_PTXAS", "1")
+    monkeypatch.setattr(support, "bytes_per_us", lambda _: 2.9e6)
+    arrays, static = describe(op, (128, 128), raw=False, batch=128, time=4096)
+    chunk = getattr(jfla, f"chunk_{op}")
+    compile_for_h200(lambda arrays: chunk(**arrays, **static).output, arrays)
+    now = facts("".join(capfd.readouterr()), {})
+    beside = f"jfla_intra_{op}_beside_output_scan"
+    assert set(now) == {beside}
+    assert now[beside]["spilled bytes"] <= SPILLED.get(beside, 0)
+    assert "serialized" not in now[beside]
 
 
 @pytest.mark.aot

@@ -1,10 +1,12 @@
 """The schedule of a call: when time is split, taken span by span, and when two kernels run side by side."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.kernel_cases import validated
 
@@ -146,6 +148,10 @@ def test_nothing_waits_in_a_ring_for_what_may_never_run(
     assert found.ring_chunks < n_chunks
 
 
+MOST_TILES = 8 * 64 * 40
+
+
+@settings(deadline=None)
 @given(
     op=st.sampled_from(sorted(OPS)),
     batch=st.integers(1, 8),
@@ -168,7 +174,7 @@ def chunks_read(op: Op, dims: Dims, found: Schedule) -> np.ndarray:
     grid = ChunkGrid(
         dims.batch, dims.heads, dims.n_chunks, at_a_time=found.overlap_sequences
     )
-    index = grid(jnp.arange(grid.num_tiles))
+    index = grid(jnp.arange(MOST_TILES))  # of one shape, which is compiled once
     sequence = np.asarray(index.batch * dims.heads + index.head)
     chunk = np.asarray(index.chunk)
     is_ready = np.zeros((dims.sequences, dims.n_chunks), bool)
@@ -215,6 +221,16 @@ def test_a_shared_gpu_has_no_ring(shared, time, ring, monkeypatch):
     with jfla.pallas.compiling_for("9.0"):
         jax.eval_shape(jfla.chunk_gdn, rows, rows, rows, numbers, numbers)
     assert [plan.schedule.ring_chunks for plan in plans] == [ring]
+
+
+@pytest.mark.parametrize(
+    ("kind", "bytes_per_us"),
+    [("NVIDIA H100 80GB HBM3", 2.9e6), ("NVIDIA H200", H200_BYTES_PER_US)],
+)
+def test_the_copy_rate_is_that_of_the_device(kind, bytes_per_us, monkeypatch):
+    device = types.SimpleNamespace(device_kind=kind)
+    monkeypatch.setattr(support, "target_of", lambda _: device)
+    assert support.bytes_per_us(inputs_of_one_chunk()) == bytes_per_us
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
