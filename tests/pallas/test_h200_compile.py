@@ -176,7 +176,7 @@ def test_chunks_of_segments_in_place_spill_few_bytes(
 def test_sequences_in_turn_compile_without_more_spills(op, capfd, monkeypatch):
     """As on an H100: groups of sequences beside their intra-chunk kernel."""
     monkeypatch.setitem(os.environ, "MOSAIC_GPU_DUMP_PTXAS", "1")
-    monkeypatch.setattr(support, "bytes_per_us", lambda _: 2.9e6)
+    monkeypatch.setattr(support, "bytes_per_us", lambda _: 3.03e6)
     arrays, static = describe(op, (128, 128), raw=False, batch=128, time=4096)
     chunk = getattr(jfla, f"chunk_{op}")
     compile_for_h200(lambda arrays: chunk(**arrays, **static).output, arrays)

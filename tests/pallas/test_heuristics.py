@@ -106,11 +106,11 @@ def test_results_for_a_scan_alone_lie_in_a_ring(op, heads, time, ring):
     [
         ("kda", 8, 4096, H200_BYTES_PER_US, Overlap(128, 0)),
         ("kda", 2, 8192, H200_BYTES_PER_US, Overlap(128, 100, sequences=32)),
-        ("kda", 8, 4096, 2.9e6, Overlap(128, 100, sequences=32)),
-        ("kda", 8, 1024, 2.9e6, Overlap(128, 0)),
+        ("kda", 8, 4096, 3.03e6, Overlap(128, 100, sequences=32)),
+        ("kda", 8, 1024, 3.03e6, Overlap(128, 0)),
         ("gdn", 8, 4096, H200_BYTES_PER_US, Overlap(128, 0)),
-        ("gdn", 8, 4096, 2.9e6, Overlap(128, 68, sequences=64)),
-        ("gdn", 2, 8192, 2.9e6, Overlap(128, 68)),
+        ("gdn", 8, 4096, 3.03e6, Overlap(128, 68, sequences=64)),
+        ("gdn", 2, 8192, 3.03e6, Overlap(128, 68)),
     ],
 )
 def test_sequences_take_turns_where_bytes_bound_a_full_gpu(
@@ -157,7 +157,7 @@ MOST_TILES = 8 * 64 * 40
     batch=st.integers(1, 8),
     heads=st.sampled_from([16, 20, 32, 36, 64]),
     n_chunks=st.integers(9, 40),
-    bytes_per_us=st.sampled_from([H200_BYTES_PER_US, 2.9e6, 1e6]),
+    bytes_per_us=st.sampled_from([H200_BYTES_PER_US, 3.03e6, 1e6]),
 )
 def test_a_ring_always_gets_room(op, batch, heads, n_chunks, bytes_per_us):
     dims = Dims(batch, heads, n_chunks, 128, 128)
@@ -225,7 +225,7 @@ def test_a_shared_gpu_has_no_ring(shared, time, ring, monkeypatch):
 
 @pytest.mark.parametrize(
     ("kind", "bytes_per_us"),
-    [("NVIDIA H100 80GB HBM3", 2.9e6), ("NVIDIA H200", H200_BYTES_PER_US)],
+    [("NVIDIA H100 80GB HBM3", 3.03e6), ("NVIDIA H200", H200_BYTES_PER_US)],
 )
 def test_the_copy_rate_is_that_of_the_device(kind, bytes_per_us, monkeypatch):
     device = types.SimpleNamespace(device_kind=kind)
