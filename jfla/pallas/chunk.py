@@ -170,7 +170,7 @@ def _forward(
             ring = RingChunks(
                 qk=ring_chunks,
                 intra=0 if for_backward else ring_chunks,
-                at_a_time=schedule.overlap_sequences,
+                sequences_per_group=schedule.sequences_per_group,
             )
             producing = intra_kernel(
                 x, inputs, options, schedule, num_ctas=schedule.overlap_ctas, ring=ring

@@ -74,13 +74,13 @@ class Schedule:
     machine: Machine
     num_sms: int
     smem_bytes: int
-    bytes_per_us: float
+    bytes_per_us: float  # that a copy moves
     scan_v_block: int  # columns of V per CTA of a scan
     overlap_v_block: int  # the same where the intra-chunk kernel runs beside the scan
     # CTAs of the intra-chunk kernel beside the scan; 0: it runs before
     overlap_ctas: int
-    # sequences that both of them have at a time, one such group after the other; 0: all
-    overlap_sequences: int
+    # sequences that the two kernels have at a time, one group after the other; 0: all
+    sequences_per_group: int
     # chunks of a sequence that it may be ahead of the scan; 0: any number
     ring_chunks: int
     time_splits: int  # spans of time that are scanned side by side
@@ -115,18 +115,20 @@ def schedule(
 ) -> Schedule:
     """The schedule of a chunked call, and of a launch that has `num_sms` multiprocessors to itself, if `exclusive`."""
     if machine != "hopper":
-        return _schedule_of_single_warpgroups(dims, num_sms, smem_bytes, machine)
-    beside = overlap_schedule(op, dims, num_sms, bytes_per_us, exclusive=exclusive)
+        return _schedule_of_single_warpgroups(
+            dims, num_sms, smem_bytes, machine, bytes_per_us
+        )
+    overlap = overlap_schedule(op, dims, num_sms, bytes_per_us, exclusive=exclusive)
     return Schedule(
         machine=machine,
         num_sms=num_sms,
         smem_bytes=smem_bytes,
         bytes_per_us=bytes_per_us,
         scan_v_block=scan_v_block(dims, num_sms),
-        overlap_v_block=beside.v_block,
-        overlap_ctas=beside.num_ctas,
-        overlap_sequences=beside.sequences,
-        ring_chunks=ring_chunks(dims, beside, num_sms) if exclusive else 0,
+        overlap_v_block=overlap.v_block,
+        overlap_ctas=overlap.num_ctas,
+        sequences_per_group=overlap.sequences_per_group,
+        ring_chunks=ring_chunks(dims, overlap, num_sms) if exclusive else 0,
         time_splits=time_splits(dims, num_sms),
         stretch_splits=stretch_splits(dims, num_sms),
         num_spans=num_spans(op, dims, num_sms),
@@ -136,18 +138,22 @@ def schedule(
 
 
 def _schedule_of_single_warpgroups(
-    dims: Dims, num_sms: int, smem_bytes: int, machine: Machine
+    dims: Dims,
+    num_sms: int,
+    smem_bytes: int,
+    machine: Machine,
+    bytes_per_us: float,
 ) -> Schedule:
     """Of kernels whose CTAs are one warpgroup: a CTA for each chunk, and for each state and 64 columns of V."""
     return Schedule(
         machine=machine,
         num_sms=num_sms,
         smem_bytes=smem_bytes,
-        bytes_per_us=H200_BYTES_PER_US,
+        bytes_per_us=bytes_per_us,
         scan_v_block=64,
         overlap_v_block=64,
         overlap_ctas=0,
-        overlap_sequences=0,
+        sequences_per_group=0,
         ring_chunks=0,
         time_splits=time_splits(dims, num_sms),
         stretch_splits=stretch_splits(dims, num_sms),
@@ -196,12 +202,22 @@ def scan_v_block(dims: Dims, num_sms: int) -> int:
     return fewest if dims.sequences * (dims.value_dim // 64) <= num_sms else most
 
 
-# Microseconds, measured on an H200 with K = V = 128: of a warpgroup (scalar gate) or CTA (gate per channel) for the
-# intra-chunk work of a chunk, (alone, beside a scan, and with a ring); of a scan for a chunk, by its columns of V.
-_INTRA_US = {False: (5.6, 7.2, 6.2), True: (11.0, 10.8, 10.8)}
+class _IntraTimes(NamedTuple):
+    """Microseconds for the intra-chunk work of a chunk, of a warpgroup (scalar gate) or a CTA (gate per channel)."""
+
+    alone: float
+    beside_scan: float
+    with_ring: float  # beside a scan
+
+
+# Measured on an H200 with K = V = 128; microseconds of a scan for a chunk, by its columns of V.
+_INTRA_US = {
+    False: _IntraTimes(alone=5.6, beside_scan=7.2, with_ring=6.2),
+    True: _IntraTimes(alone=11.0, beside_scan=10.8, with_ring=10.8),
+}
 _SCAN_US = {64: 1.25, 128: 1.7}
 _BEGIN_US = 0.3  # what a chunk has of the time in which a CTA begins to scan segments
-_NEXT_SEQUENCES_US = 10  # until a scan's CTAs are those of the next sequences
+_NEXT_GROUP_US = 10  # until a scan's CTAs are those of the next group
 
 
 class Overlap(NamedTuple):
@@ -209,7 +225,7 @@ class Overlap(NamedTuple):
 
     v_block: int  # of the scan
     num_ctas: int  # of the intra-chunk kernel; 0: it runs before the scan
-    sequences: int = 0  # `Schedule.overlap_sequences`
+    sequences_per_group: int = 0  # see `Schedule`
 
 
 def overlap_schedule(
@@ -229,7 +245,8 @@ def overlap_schedule(
 
         t = max(rounds * t_intra + t_scan / rounds, t_scan)
 
-    because the scan ends a round after the last one. The next sequences' scan makes both wait.
+    because the scan ends a round after the last one. Where sequences go in groups, both kernels wait while the scan's
+    CTAs for the next group begin.
     """
     v_block = scan_v_block(dims, num_sms)
     if time_splits(dims, num_sms) > 1 or dims.num_chunks <= num_sms:
@@ -239,13 +256,12 @@ def overlap_schedule(
     if dims.segments is not None:
         return _overlap_of_segments(op, dims, num_sms)
     wgs = intra_wgs(op, dims.key_dim)
-    _, beside_us, ring_us = _INTRA_US[op.scalar_gate]
-    if exclusive:
-        beside_us = ring_us
-    in_turn = _in_turn_us(op, dims, v_block, num_sms, bytes_per_us)
-    choices = [(in_turn, Overlap(v_block, 0))]
+    intra_us = _INTRA_US[op.scalar_gate]
+    beside_us = intra_us.with_ring if exclusive else intra_us.beside_scan
+    one_by_one_us = _one_by_one_us(op, dims, v_block, num_sms, bytes_per_us)
+    choices = [(one_by_one_us, Overlap(v_block, 0))]
     for columns in set(v_blocks(dims)):
-        for sequences in _sequences_at_a_time(dims, num_sms, exclusive):
+        for sequences in _group_sizes(dims, num_sms, exclusive):
             idle_sms = num_sms - sequences * (dims.value_dim // columns)
             if idle_sms <= 0:
                 continue
@@ -253,17 +269,17 @@ def overlap_schedule(
             scan_us = num_groups * dims.n_chunks * _SCAN_US[columns]
             rounds = -(-dims.num_chunks // (idle_sms * wgs))
             longest = max(rounds * beside_us + scan_us / rounds, scan_us)
-            longest += (num_groups - 1) * _NEXT_SEQUENCES_US
-            at_a_time = 0 if num_groups == 1 else sequences
-            choices.append((longest, Overlap(columns, idle_sms, at_a_time)))
+            longest += (num_groups - 1) * _NEXT_GROUP_US
+            per_group = 0 if num_groups == 1 else sequences
+            choices.append((longest, Overlap(columns, idle_sms, per_group)))
     return min(choices)[1]
 
 
-def _in_turn_us(
+def _one_by_one_us(
     op: Op, dims: Dims, v_block: int, num_sms: int, bytes_per_us: float
 ) -> float:
     """Of the intra-chunk kernel, in rounds, and then of the scan, in waves of CTAs; each may be bound by its bytes."""
-    alone_us, _, _ = _INTRA_US[op.scalar_gate]
+    alone_us = _INTRA_US[op.scalar_gate].alone
     rounds = -(-dims.num_chunks // (num_sms * intra_wgs(op, dims.key_dim)))
     waves = -(-dims.sequences * (dims.value_dim // v_block) // num_sms)
     a_bytes = 2 * 2 * CHUNK * CHUNK
@@ -278,29 +294,29 @@ def _in_turn_us(
     return intra_us + scan_us
 
 
-def _sequences_at_a_time(dims: Dims, num_sms: int, exclusive: bool) -> list[int]:
-    """All, or with a ring so many in turn that they leave multiprocessors for the intra-chunk kernel."""
+def _group_sizes(dims: Dims, num_sms: int, exclusive: bool) -> list[int]:
+    """Numbers of sequences that a group may have: all, or with a ring any divisor that leaves multiprocessors idle."""
     if not exclusive:
         return [dims.sequences]
     most = min(dims.sequences, num_sms)
     return [n for n in range(1, most + 1) if dims.sequences % n == 0]
 
 
-def ring_chunks(dims: Dims, beside: Overlap, num_sms: int) -> int:
+def ring_chunks(dims: Dims, overlap: Overlap, num_sms: int) -> int:
     """Chunks of a sequence that the intra-chunk kernel may be ahead of the scan beside it; 0: any number.
 
-    Needs the scan's CTAs for all sequences that are made at a time to be resident. They begin in the order in which
-    sequences are made, so that those of a group take the places of the one before. Of packed segments there are more:
-    one that was waited for might never begin. KDA's kernel tells that a chunk is ready when it is at the CTA's next
-    one: a ring too short for both would deadlock.
+    The scan's CTAs for all sequences of a group have to be resident, or the intra-chunk kernel would wait for one that
+    cannot begin. They begin in the order in which sequences are made, and those of a group take the places of the group
+    before. Packed segments have more CTAs than are resident, and so no ring. KDA's kernel tells that a chunk is ready
+    only when its CTA has room for its next chunk: a ring too short to hold both would deadlock.
     """
-    if not beside.num_ctas or dims.segments is not None:
+    if not overlap.num_ctas or dims.segments is not None:
         return 0
-    sequences = beside.sequences or dims.sequences
-    scan_ctas = sequences * -(-dims.value_dim // beside.v_block)
-    chunks_to_next = -(-beside.num_ctas // sequences)
+    sequences = overlap.sequences_per_group or dims.sequences
+    scan_ctas = sequences * -(-dims.value_dim // overlap.v_block)
+    chunks_to_next = -(-overlap.num_ctas // sequences)
     ring = -(-RING_TILES // sequences)
-    is_safe = beside.num_ctas + scan_ctas <= num_sms and ring >= 2 * chunks_to_next
+    is_safe = overlap.num_ctas + scan_ctas <= num_sms and ring >= 2 * chunks_to_next
     return ring if is_safe and ring < dims.n_chunks else 0
 
 
@@ -312,7 +328,7 @@ def _overlap_of_segments(op: Op, dims: Dims, num_sms: int) -> Overlap:
     """
     _, columns = v_blocks(dims)
     scan_us = (_SCAN_US[columns] + _BEGIN_US) * (dims.value_dim // columns)
-    _, beside_us, _ = _INTRA_US[op.scalar_gate]
+    beside_us = _INTRA_US[op.scalar_gate].beside_scan
     intra_us = beside_us / intra_wgs(op, dims.key_dim)
     ctas = round(num_sms * intra_us / (intra_us + scan_us))
     return Overlap(columns, min(max(ctas, 1), num_sms - 1) if num_sms > 1 else 0)

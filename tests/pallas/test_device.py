@@ -87,10 +87,10 @@ def test_the_same_bits_twice(op):
     jax.tree.map(np.testing.assert_array_equal, first, second)
 
 
-# As on a GPU of less bandwidth: so many sequences beside their intra-chunk kernel, one group after the other.
+# As on a GPU of less bandwidth: groups of sequences beside their intra-chunk kernel, one after the other.
 IN_GROUPS = {
-    "kda": {"overlap_ctas": 100, "overlap_sequences": 32, "ring_chunks": 8},
-    "gdn": {"overlap_ctas": 68, "overlap_sequences": 64, "ring_chunks": 4},
+    "kda": {"overlap_ctas": 100, "sequences_per_group": 32, "ring_chunks": 8},
+    "gdn": {"overlap_ctas": 68, "sequences_per_group": 64, "ring_chunks": 4},
 }
 
 
@@ -124,9 +124,9 @@ def test_kernels_side_by_side_give_the_same_bits(op, batch, heads, key_dim, valu
         forward = jax.jit(lambda main, more, chunk=chunk: chunk(*main, **more, **rest))
         out = forward(main, more)
         found.append(((out.output, out.final_state), results(chunk, arrays, rest)))
-    in_turn, *others = jax.tree.map(np.asarray, found)
-    for other in others:
-        jax.tree.map(np.testing.assert_array_equal, in_turn, other)
+    one_by_one, *side_by_side = jax.tree.map(np.asarray, found)
+    for other in side_by_side:
+        jax.tree.map(np.testing.assert_array_equal, one_by_one, other)
 
 
 @pytest.mark.gpu

@@ -173,8 +173,8 @@ def test_chunks_of_segments_in_place_spill_few_bytes(
 
 @pytest.mark.aot
 @pytest.mark.parametrize("op", ["kda", "gdn"])
-def test_sequences_in_turn_compile_without_more_spills(op, capfd, monkeypatch):
-    """As on an H100: groups of sequences beside their intra-chunk kernel."""
+def test_groups_of_sequences_compile_without_more_spills(op, capfd, monkeypatch):
+    """As on an H100, beside their intra-chunk kernel."""
     monkeypatch.setitem(os.environ, "MOSAIC_GPU_DUMP_PTXAS", "1")
     monkeypatch.setattr(support, "bytes_per_us", lambda _: 3.03e6)
     arrays, static = describe(op, (128, 128), raw=False, batch=128, time=4096)

@@ -90,7 +90,7 @@ def test_kernels_overlap_in_calls_that_leave_much_of_the_gpu_idle(
         ("gdn", 32, 8192, 8),
         ("gdn", 16, 8192, 16),
         ("gdn", 32, 512, 0),  # no longer than a ring
-        ("kda", 64, 8192, 8),  # 32 sequences at a time
+        ("kda", 64, 8192, 8),  # two groups of sequences
         ("gdn", 64, 8192, 0),  # one kernel after the other
     ],
 )
@@ -105,21 +105,21 @@ def test_results_for_a_scan_alone_lie_in_a_ring(op, heads, time, ring):
     ("op", "batch", "time", "bytes_per_us", "overlap"),
     [
         ("kda", 8, 4096, H200_BYTES_PER_US, Overlap(128, 0)),
-        ("kda", 2, 8192, H200_BYTES_PER_US, Overlap(128, 100, sequences=32)),
-        ("kda", 8, 4096, 3.03e6, Overlap(128, 100, sequences=32)),
+        ("kda", 2, 8192, H200_BYTES_PER_US, Overlap(128, 100, sequences_per_group=32)),
+        ("kda", 8, 4096, 3.03e6, Overlap(128, 100, sequences_per_group=32)),
         ("kda", 8, 1024, 3.03e6, Overlap(128, 0)),
         ("gdn", 8, 4096, H200_BYTES_PER_US, Overlap(128, 0)),
-        ("gdn", 8, 4096, 3.03e6, Overlap(128, 68, sequences=64)),
+        ("gdn", 8, 4096, 3.03e6, Overlap(128, 68, sequences_per_group=64)),
         ("gdn", 2, 8192, 3.03e6, Overlap(128, 68)),
     ],
 )
-def test_sequences_take_turns_where_bytes_bound_a_full_gpu(
+def test_sequences_go_in_groups_where_bytes_bound_a_full_gpu(
     op, batch, time, bytes_per_us, overlap
 ):
     dims = Dims(batch, 32, time // 64, 128, 128)
     assert overlap_schedule(OPS[op], dims, HOPPER_SMS, bytes_per_us) == overlap
     shared = overlap_schedule(OPS[op], dims, HOPPER_SMS, bytes_per_us, exclusive=False)
-    assert shared.sequences == 0
+    assert shared.sequences_per_group == 0
 
 
 @given(
@@ -136,15 +136,15 @@ def test_nothing_waits_in_a_ring_for_what_may_never_run(
     value_dim, key_dim = sizes
     dims = Dims(1, sequences, n_chunks, value_dim, key_dim, segments)
     found = schedule(OPS[op], dims, num_sms)
-    at_a_time = found.overlap_sequences or sequences
-    assert sequences % at_a_time == 0
+    group_size = found.sequences_per_group or sequences
+    assert sequences % group_size == 0
     if not found.ring_chunks:
         return
-    scan_ctas = at_a_time * -(-value_dim // found.overlap_v_block)
+    scan_ctas = group_size * -(-value_dim // found.overlap_v_block)
     assert segments is None
     assert 0 < found.overlap_ctas <= num_sms - scan_ctas
     # A CTA's next chunk waits for one that is ready before the CTA's last one.
-    assert found.ring_chunks > -(-found.overlap_ctas // at_a_time)
+    assert found.ring_chunks > -(-found.overlap_ctas // group_size)
     assert found.ring_chunks < n_chunks
 
 
@@ -172,7 +172,10 @@ def chunks_read(op: Op, dims: Dims, found: Schedule) -> np.ndarray:
     KDA's intra-chunk kernel tells that a chunk is ready when it has room for the next one.
     """
     grid = ChunkGrid(
-        dims.batch, dims.heads, dims.n_chunks, at_a_time=found.overlap_sequences
+        dims.batch,
+        dims.heads,
+        dims.n_chunks,
+        sequences_per_group=found.sequences_per_group,
     )
     index = grid(jnp.arange(MOST_TILES))  # of one shape, which is compiled once
     sequence = np.asarray(index.batch * dims.heads + index.head)

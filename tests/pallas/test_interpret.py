@@ -86,9 +86,15 @@ def test_an_array_that_a_kernel_is_given_twice_goes_in_once():
 
 
 @pytest.mark.parametrize(
-    ("op", "at_a_time"), [pytest.param("kda", 1, marks=pytest.mark.slow), ("gdn", 0)]
+    ("op", "group_size"),
+    [
+        pytest.param("kda", 0, marks=pytest.mark.slow),
+        pytest.param("kda", 1, marks=pytest.mark.slow),
+        ("gdn", 0),
+        ("gdn", 1),
+    ],
 )
-def test_intra_beside_the_scan_gives_the_same_bits(op, at_a_time, monkeypatch):
+def test_intra_beside_the_scan_gives_the_same_bits(op, group_size, monkeypatch):
     """Without races, which interpret mode sees between CTAs; and what waits for stores before it signals them."""
     signalled, waited = [], []
 
@@ -109,7 +115,7 @@ def test_intra_beside_the_scan_gives_the_same_bits(op, at_a_time, monkeypatch):
             op,
             overlap_v_block=64,
             overlap_ctas=num_ctas,
-            overlap_sequences=at_a_time,
+            sequences_per_group=group_size,
         )
         return call(*(arrays[name] for name in MAIN), return_final_state=True)
 

@@ -78,13 +78,14 @@ class ChunkGrid(NamedTuple):
     """All chunks of a call, numbered for a tile scheduler.
 
     Heads are fastest, because they lie side by side in memory; chunks are slowest, because a scan that overlaps reads
-    them in this order. Of more sequences than it has at a time it reads one group after the other.
+    them in this order. With `sequences_per_group` all chunks of a group of sequences come before those of the next
+    group, as a scan reads them that has CTAs for one group at a time.
     """
 
     batch: int
     heads: int
     n_chunks: int
-    at_a_time: int = 0  # sequences, of which there is a multiple; 0: all
+    sequences_per_group: int = 0  # divides B HV; 0: all
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -104,13 +105,13 @@ class ChunkGrid(NamedTuple):
     def __call__(self, tile_index: Index, places: Gmem = None) -> ChunkIndex:
         heads = jnp.int32(self.heads)
         batch = jnp.int32(self.batch)
-        if self.at_a_time:
-            at_a_time = jnp.int32(self.at_a_time)
+        if self.sequences_per_group:
+            group_size = jnp.int32(self.sequences_per_group)
             n_chunks = jnp.int32(self.n_chunks)
-            rest = lax.div(tile_index, at_a_time)
+            rest = lax.div(tile_index, group_size)
             chunk = lax.rem(rest, n_chunks)
-            first = lax.div(rest, n_chunks) * at_a_time
-            sequence = first + lax.rem(tile_index, at_a_time)
+            first = lax.div(rest, n_chunks) * group_size
+            sequence = first + lax.rem(tile_index, group_size)
             row = lax.div(sequence, heads)
             head = lax.rem(sequence, heads)
         else:

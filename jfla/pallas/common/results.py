@@ -8,12 +8,13 @@ from jfla.pallas.mgpu.types import Gmem
 class RingChunks(NamedTuple):
     """Of how many chunks of each sequence there is memory for results of the intra-chunk kernel; 0: all.
 
-    A ring is read in the order in which chunks are made, so `ChunkGrid.at_a_time` is with it.
+    With `ChunkGrid.sequences_per_group`: a kernel that made chunks in another order than the scan reads them would wait
+    for room in a ring for ever.
     """
 
     qk: int = 0  # `DecayedQK`
     intra: int = 0  # `IntraChunk`
-    at_a_time: int = 0
+    sequences_per_group: int = 0
 
 
 ALL_CHUNKS = RingChunks()

@@ -182,7 +182,7 @@ def intra_gdn_spec(
     batch, heads, n_chunks, num_token_inputs, _ = inputs_shape
     return IntraGdnSpec(
         options=options,
-        grid=ChunkGrid(batch, heads, n_chunks, config.ring.at_a_time),
+        grid=ChunkGrid(batch, heads, n_chunks, config.ring.sequences_per_group),
         num_tiles=q.shape[-1] // TILE_K,
         wgs_per_cta=config.wgs_per_cta,
         with_intra=num_token_inputs > BETA,

@@ -58,7 +58,7 @@ def intra_kda(
     batch, time, _, key_dim = gmem.q.shape
     num_blocks = max(key_dim // CHANNEL_BLOCK, 1)
     num_tiles = key_dim // num_blocks // TILE_K
-    chunks = ChunkGrid(batch, value_heads, time // CHUNK, ring.at_a_time)
+    chunks = ChunkGrid(batch, value_heads, time // CHUNK, ring.sequences_per_group)
     grid = PartGrid(chunks, num_blocks, num_tiles)
     scheduler = TileScheduler(grid.num_parts, num_ctas)
     with_pairs = beta is not None
