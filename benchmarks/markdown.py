@@ -13,6 +13,12 @@ OTHER_SETS = (
     "fla823",
 )  # a shape of the main set is not shown again there
 
+NOTES = {
+    "packed": '"pallas" and the peers but jla are told how many sequences there are (`num_segments`, '
+    '`cu_seqlens`). "pallas_chain" and jla have `segment_ids` alone: "pallas_chain" walks the sequences of a '
+    'row one after the other. "pallas_states" has states going in and coming out.',
+}
+
 
 def table(header: tuple[str, ...], body: list[tuple[str, ...]]) -> str:
     """A table, or nothing when it would be empty.
@@ -53,7 +59,11 @@ def _other_set(rows: list[Row], name: str) -> list[str]:
     for gate, op, some in _by_gate_and_op(rows):
         if text := training(some, shapes):
             parts.append(f"**{op.upper()}**, {gate} gates\n\n{text}")
-    return [f'### The set "{name}": `jfla bench --set {name}`', *parts] if parts else []
+    if not parts:
+        return []
+    title = f'### The set "{name}": `jfla bench --set {name}`'
+    note = [NOTES[name]] if name in NOTES else []
+    return [title, *note, *parts]
 
 
 def _names(name: str) -> list[str]:

@@ -17,6 +17,7 @@ NAMES = {
     "fla": "FLA 0.6.0",
     "cudnn": "cuDNN frontend 1.32.0",
     "flash_qla": "FlashQLA 0.1.3",
+    "flashinfer": "FlashInfer 0.7.2",
     "jla": "jla 0.1.0",
 }
 # The passes in which these cut a sequence that comes alone, and drop small decays there.
@@ -28,13 +29,13 @@ GATES = {
 
 
 class Time(NamedTuple):
-    """Milliseconds of one implementation."""
+    """Milliseconds of one implementation; `backward` is None where it has none."""
 
     op: str
     shape: str
     implementation: str
     forward: float
-    backward: float
+    backward: float | None
     gate: str
     clock: str
 
@@ -46,19 +47,19 @@ class Time(NamedTuple):
 
 
 def bench_times(record: Results) -> list[Time]:
-    """What `jfla bench` timed forward and backward."""
+    """What `jfla bench` timed forward, each with its backward."""
     found = []
     rows = {row.key: row for row in record.rows if row.ms is not None}
     for row in rows.values():
+        if row.timed != "forward":
+            continue
+        clock = (
+            "Device time by the profiler" if row.method == "device" else "Wall clock"
+        )
+        key = (row.op, row.shape, row.implementation)
         backward = rows.get(_key_of_backward(row))
-        if row.timed == "forward" and backward is not None:
-            clock = (
-                "Device time by the profiler"
-                if row.method == "device"
-                else "Wall clock"
-            )
-            key = (row.op, row.shape, row.implementation)
-            found.append(Time(*key, row.ms or 0.0, backward.ms or 0.0, row.gate, clock))
+        backward_ms = None if backward is None else backward.ms
+        found.append(Time(*key, row.ms or 0.0, backward_ms, row.gate, clock))
     return found
 
 
@@ -92,49 +93,92 @@ def overview(record: Results) -> str:
     """The README's table and what has to be known of it."""
     times = chosen(record)
     body = []
-    shown = []
+    shown: list[Time] = []
     for op in OPS:
         for shape in README:
-            row = _row(
-                [time for time in times if (time.op, time.shape) == (op, str(shape))]
-            )
+            some = [time for time in times if (time.op, time.shape) == (op, str(shape))]
+            row = _row(some)
             if row is not None:
                 body.append(
-                    (f"{op.upper()} {shape.batch} x {shape.time}", *_cells(row))
+                    (f"{op.upper()} {shape.batch} x {shape.time}", *row.cells())
                 )
-                shown += [time for time in row if time is not None]
-    header = ("batch x tokens", "jfla", NAMES[EXACT_PEER], "fastest other")
+                shown += row.times()
+    header = (
+        "batch x tokens",
+        "jfla",
+        NAMES[EXACT_PEER],
+        "fastest other forward",
+        "fastest other backward",
+    )
     return "\n\n".join([table(header, body), _caption(shown, record)]) if body else ""
 
 
-def _row(times: list[Time]) -> list[Time | None] | None:
-    """Ours, that of the exact peer, and the fastest of the others; None without ours."""
+class _Row(NamedTuple):
+    """What one line of the table compares."""
+
+    ours: Time
+    exact_peer: Time | None
+    forward: Time | None  # the fastest of the others
+    backward: Time | None
+
+    def times(self) -> list[Time]:
+        return list(dict.fromkeys(time for time in self if time is not None))
+
+    def cells(self) -> list[str]:
+        """Milliseconds, the shortest forward and the shortest backward in bold, a mark where one drops."""
+        least = {
+            "forward": min(time.forward for time in self.times()),
+            "backward": min(
+                (time.backward for time in self.times() if time.backward is not None),
+                default=None,
+            ),
+        }
+
+        def cell(time: Time | None, *passes: str) -> str:
+            if time is None:
+                return ""
+            texts = []
+            for timed in passes:
+                ms = getattr(time, timed)
+                mark = " †" if time.drops(timed) else ""
+                texts.append(
+                    "no" if ms is None else f"{_digits(ms, least[timed])}{mark}"
+                )
+            return " / ".join(texts)
+
+        def named(time: Time | None, timed: str) -> str:
+            name = "" if time is None else f" {_library(time)}"
+            return f"{cell(time, timed)}{name}"
+
+        return [
+            cell(self.ours, "forward", "backward"),
+            cell(self.exact_peer, "forward", "backward"),
+            named(self.forward, "forward"),
+            named(self.backward, "backward"),
+        ]
+
+
+def _row(times: list[Time]) -> _Row | None:
+    """Ours beside the others; None without ours."""
     found = {time.implementation: time for time in times}
     if OURS not in found:
         return None
     others = [time for name, time in found.items() if name not in (OURS, EXACT_PEER)]
-    fastest = min(others, key=lambda time: time.forward + time.backward, default=None)
-    return [found[OURS], found.get(EXACT_PEER), fastest]
+    both = [time for time in others if time.backward is not None]
+    return _Row(
+        ours=found[OURS],
+        exact_peer=found.get(EXACT_PEER),
+        forward=min(others, key=lambda time: time.forward, default=None),
+        backward=min(both, key=lambda time: time.backward or 0.0, default=None),
+    )
 
 
-def _cells(row: list[Time | None]) -> list[str]:
-    """Forward and backward of each, the shortest of both in bold, a mark where one drops."""
-    known = [time for time in row if time is not None]
-    forward = min(time.forward for time in known)
-    backward = min(time.backward for time in known)
-    cells = []
-    for time in row:
-        if time is None:
-            cells.append("")
-            continue
-        text = f"{_digits(time.forward, forward)} / {_digits(time.backward, backward)}"
-        peer = time.implementation not in (OURS, EXACT_PEER)
-        name = f" {NAMES[time.implementation]}" if peer else ""
-        cells.append(f"{text}{name}{' †' if time.drops('forward') else ''}")
-    return cells
+def _library(time: Time) -> str:
+    """The library's name without its version."""
+    return NAMES[time.implementation].split()[0]
 
 
-def _digits(ms: float, least: float) -> str:
+def _digits(ms: float, least: float | None) -> str:
     text = f"{ms:#.3g}".rstrip(".")
     return f"**{text}**" if ms == least else text
 
@@ -146,6 +190,7 @@ def _caption(shown: list[Time], record: Results) -> str:
             f"Milliseconds, forward / backward, on one {record.device}, {record.date}, commit "
             f"{record.commit}; bfloat16, 32 heads,",
             "K = V = 128; the shortest in bold.",
+            *_versions(shown),
             *_gates(shown),
             "",
             "† drops what decays below a bound: these cut a sequence that comes alone into pieces",
@@ -161,6 +206,13 @@ def _caption(shown: list[Time], record: Results) -> str:
     )
 
 
+def _versions(shown: list[Time]) -> list[str]:
+    """The others with their versions."""
+    others = [time.implementation for time in shown]
+    names = [NAMES[name] for name in NAMES if name in others and name != OURS]
+    return [f"The others: {', '.join(names)}."] if names else []
+
+
 def _gates(shown: list[Time]) -> list[str]:
     """The times at each gate, a line a gate."""
     lines = []
@@ -168,10 +220,7 @@ def _gates(shown: list[Time]) -> list[str]:
         of_ops = []
         for op in OPS:
             times = [time for time in shown if (time.gate, time.op) == (gate, op)]
-            names = dict.fromkeys(
-                NAMES[time.implementation].split()[0] for time in times
-            )
-            if names:
+            if names := dict.fromkeys(map(_library, times)):
                 of_ops.append(f"{op.upper()} of {', '.join(names)}")
         if of_ops:
             lines.append(f"Decays of {text}: {'; '.join(of_ops)}.")
@@ -184,7 +233,7 @@ def _asked_for(record: Results) -> list[Row]:
     return [
         row
         for row in record.rows
-        if row.shape in shapes and row.implementation in NAMES
+        if row.shape in shapes and row.gate in GATES and row.implementation in NAMES
     ]
 
 
@@ -192,8 +241,8 @@ def _clocks(shown: list[Time]) -> list[str]:
     """Who was timed how, a line a clock."""
     clocks: dict[str, list[str]] = {}
     for time in shown:
-        name = NAMES[time.implementation].split()[0]
-        clocks.setdefault(time.clock, []).append(f"{time.op.upper()} of {name}")
+        name = f"{time.op.upper()} of {_library(time)}"
+        clocks.setdefault(time.clock, []).append(name)
     return [
         f"{clock}: {', '.join(dict.fromkeys(names))}."
         for clock, names in clocks.items()

@@ -20,12 +20,13 @@ PASSES = ("forward", "backward")
 INK = "#1f2430"
 MUTED = "#6b7280"
 GRID = "#e5e7eb"
-OURS = ("pallas", "mma", "pallas_states", "xla", "scan")
+OURS = ("pallas", "mma", "pallas_chain", "pallas_states", "xla", "scan")
 COLORS = {
     "pallas": "#2563eb",
     "mma": "#93c5fd",
+    "pallas_chain": "#60a5fa",
     "pallas_states": "#1e40af",
-    "xla": "#60a5fa",
+    "xla": "#38bdf8",
     "scan": "#6b7280",
     "fla": "#94a3b8",
     "cudnn": "#0f766e",
@@ -98,6 +99,8 @@ def draw_overview(
     for time in times:
         key = (time.shape.removesuffix(" H32 D128"), time.implementation)
         for timed, ms in zip(PASSES, (time.forward, time.backward)):
+            if ms is None:
+                continue
             mark = " †" if time.drops(timed) else ""
             bars.append(Bar(time.op.upper(), timed, *key, ms, mark))
     title = (

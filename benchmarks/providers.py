@@ -1,5 +1,6 @@
 """The implementations by name: the three of this library, and the peers; why one cannot run."""
 
+import functools
 import importlib
 import importlib.metadata
 import importlib.util
@@ -21,12 +22,14 @@ class Provider(NamedTuple):
 
     `packages` must be importable; `build` makes the program of a case or raises `Refused`.
     `tunes`: its first call may time kernels, and wants the device for itself.
+    `compiles_long`: its kernels take minutes to compile, and stay on disk for other processes.
     """
 
     build: Callable[[Case], Program]
     packages: tuple[str, ...] = ()
     ours: bool = False
     tunes: bool = True
+    compiles_long: bool = False
 
 
 def jax_program(op: Callable[..., jfla.DeltaRuleOutput], case: Case) -> JaxProgram:
@@ -62,11 +65,15 @@ def jax_program(op: Callable[..., jfla.DeltaRuleOutput], case: Case) -> JaxProgr
 
 
 def _op(implementation: str, case: Case) -> Program:
+    """Packed sequences with their number, which the peers are told with `cu_seqlens`, too."""
     form = "recurrent" if case.timed == "decode" else "chunk"
     op = getattr(jfla, f"{form}_{case.op}")
-    return jax_program(
-        lambda *main, **rest: op(*main, **rest, implementation=implementation), case
-    )
+    known = {} if case.shape.packing is None else {"num_segments": case.shape.segments}
+
+    def call(*main: Any, **rest: Any) -> jfla.DeltaRuleOutput:
+        return op(*main, **rest, **known, implementation=implementation)
+
+    return jax_program(call, case)
 
 
 def _pallas(case: Case) -> Program:
@@ -88,14 +95,21 @@ def _mma(case: Case) -> Program:
     return jax_program(call, case)
 
 
+def _pallas_chain(case: Case) -> Program:
+    """Packed sequences whose number is not told: those of a row are walked one after the other."""
+    _packed(case)
+    _no_stages(case)
+    op = getattr(jfla, f"chunk_{case.op}")
+    return jax_program(functools.partial(op, implementation="pallas"), case)
+
+
 def _pallas_states(case: Case) -> Program:
     """Packed sequences with a state of their own going in and coming out, and gradients of both.
 
     The states that go in are 0, so that the results are those of the other implementations.
     """
     shape = case.shape
-    if shape.packing is None:
-        raise Refused("the sequences are not packed")
+    _packed(case)
     _no_stages(case)
     op = getattr(jfla, f"chunk_{case.op}")
     states = (shape.batch, shape.segments, shape.value_heads, shape.dim, shape.dim)
@@ -137,6 +151,11 @@ def _no_stages(case: Case) -> None:
         raise Refused("its stages are not kernels")
 
 
+def _packed(case: Case) -> None:
+    if case.shape.packing is None:
+        raise Refused("the sequences are not packed")
+
+
 def _peer(module: str) -> Callable[[Case], Program]:
     def build(case: Case) -> Program:
         cache = os.environ.get("TRITON_CACHE_DIR")
@@ -155,6 +174,7 @@ def _peer(module: str) -> Callable[[Case], Program]:
 
 PROVIDERS: dict[str, Provider] = {
     "pallas": Provider(_pallas, ours=True, tunes=False),
+    "pallas_chain": Provider(_pallas_chain, ours=True, tunes=False),
     "pallas_states": Provider(_pallas_states, ours=True, tunes=False),
     "xla": Provider(_xla, ours=True),
     "scan": Provider(_scan, ours=True),
@@ -163,7 +183,9 @@ PROVIDERS: dict[str, Provider] = {
     "fla_kernels": Provider(
         _peer("peer_fla_kernels"), ("torch", "triton", "fla", "jax_triton")
     ),
-    "flash_qla": Provider(_peer("peer_flash_qla"), ("torch", "tilelang", "flash_qla")),
+    "flash_qla": Provider(
+        _peer("peer_flash_qla"), ("torch", "tilelang", "flash_qla"), compiles_long=True
+    ),
     "flashinfer": Provider(_peer("peer_flashinfer"), ("torch", "flashinfer")),
     "cudnn": Provider(_peer("peer_cudnn"), ("torch", "cudnn")),
     "tokamax": Provider(_peer("peer_tokamax"), ("tokamax",)),

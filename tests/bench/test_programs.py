@@ -116,6 +116,29 @@ def test_the_decoders_inputs_do_not_stay_in_a_gpus_cache():
         assert size * measure.input_sets(size, gpu=True) >= 3 * measure.CACHE_BYTES
 
 
+@pytest.mark.parametrize(("name", "number"), [("pallas", 3), ("pallas_chain", None)])
+def test_the_number_of_packed_sequences_is_told_or_not(
+    name: str, number: int | None, monkeypatch: pytest.MonkeyPatch
+):
+    case = Case("kda", "forward", Shape(1, 96, 1, 8, packing="random", segments=3))
+    arrays = inputs.draw(case, 0)
+    chunk = jfla.chunk_kda
+    told = []
+
+    def portable(
+        *main: jax.Array, implementation: str, **rest: Any
+    ) -> jfla.DeltaRuleOutput:
+        assert implementation == "pallas"
+        told.append(rest.get("num_segments"))
+        return chunk(*main, **rest)
+
+    monkeypatch.setattr(jfla, "chunk_kda", portable)
+    results = PROVIDERS[name].build(case).first(arrays)
+    assert set(told) == {number}
+    scan = PROVIDERS["scan"].build(case).first(arrays)
+    assert error(results["output"], scan["output"]) < 1e-2
+
+
 def test_packed_sequences_with_states_have_the_results_without(
     monkeypatch: pytest.MonkeyPatch,
 ):

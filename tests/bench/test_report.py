@@ -156,7 +156,7 @@ def test_what_was_not_measured_again_is_shown_with_the_commit_it_was_measured_at
 
 @pytest.fixture
 def at_production(record: Results) -> Results:
-    """Invented times of KDA at the bounded gate: ours and two peers', one of which cuts, but not batches."""
+    """Invented times of KDA at the bounded gate: ours and those of peers that cut, or have no backward."""
     for shape in (SHAPE, Shape(8, 4096, 32)):
         for name, ms in (("pallas", 2.0), ("cudnn", 1.0), ("jla", 3.0)):
             forward = results.timed_row(
@@ -169,6 +169,8 @@ def at_production(record: Results) -> Results:
                 both,
                 results.backward_row(case, forward, both, CEILINGS),
             ]
+    case = Case("kda", "forward", Shape(8, 4096, 32), "production")
+    record.rows.append(results.timed_row(case, "flashinfer", _timing(0.5), CEILINGS))
     return record
 
 
@@ -178,17 +180,18 @@ def test_the_overview_has_the_gates_of_models_and_says_who_drops_what(
     text = overview.overview(at_production)
     # FLA has times at strong gates alone. The fastest of the others is not jla.
     assert (
-        "| KDA 1 x 8192 | 2.00 / 4.00 | 1.25 / **3.75** | **1.00** / 4.00 cuDNN frontend 1.32.0 † |"
+        "| KDA 1 x 8192 | 2.00 / 4.00 | 1.25 / **3.75** | **1.00** † cuDNN | 4.00 cuDNN |"
         in text
     )
     assert (
-        "| KDA 8 x 4096 | 2.00 / **4.00** |  | **1.00** / **4.00** cuDNN frontend 1.32.0 |"
+        "| KDA 8 x 4096 | 2.00 / **4.00** |  | **0.500** FlashInfer | **4.00** cuDNN |"
         in text
     )
     assert "KDA 1 x 65536" not in text  # of ours there is none
     assert "no: fla: out of memory (kda forward B1 T65536 H32 D128 strong)" in text
     assert "2000-01-02, commit abc;" in text
     assert "KDA of jfla" in text
+    assert "The others: FLA 0.6.0, cuDNN frontend 1.32.0, FlashInfer 0.7.2." in text
     assert "jla" not in text
 
 
@@ -269,7 +272,7 @@ def test_the_pages_of_the_repository_are_those_of_its_newest_results():
         (["--set", "huge"], "sets must be among quick, readme, paper"),
         (
             ["--implementation", "triton"],
-            "implementations must be among pallas, pallas_states, xla",
+            "implementations must be among pallas, pallas_chain, pallas_states",
         ),
     ],
 )

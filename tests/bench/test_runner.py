@@ -6,11 +6,22 @@ import pathlib
 import subprocess
 import sys
 import types
+from typing import Any
 
 import jax
 import pytest
 
-from benchmarks import ceilings, exact, inputs, providers, results, runner, shapes
+import jfla
+from benchmarks import (
+    ceilings,
+    exact,
+    first_calls,
+    inputs,
+    providers,
+    results,
+    runner,
+    shapes,
+)
 from benchmarks.ceilings import Ceilings
 from benchmarks.exact import Exact
 from benchmarks.measure import Timing
@@ -37,6 +48,14 @@ def _breaks(case: Case) -> Program:
     raise MemoryError("RESOURCE_EXHAUSTED: out of everything\nand a second line")
 
 
+def _not_finite(case: Case) -> Program:
+    def op(*main: jax.Array, **rest: Any) -> jfla.DeltaRuleOutput:
+        out = getattr(reference, f"recurrent_{case.op}")(*main, **rest)
+        return out._replace(output=out.output * jax.numpy.nan)
+
+    return jax_program(op, case)
+
+
 def _wrong(case: Case) -> Program:
     raise TypeError("no such argument\nand a second line")
 
@@ -44,7 +63,13 @@ def _wrong(case: Case) -> Program:
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch):
     """One tiny shape, quick implementations, no time for ceilings."""
-    builds = {"scan": _scan, "refuses": _refuses, "breaks": _breaks, "wrong": _wrong}
+    builds = {
+        "scan": _scan,
+        "refuses": _refuses,
+        "breaks": _breaks,
+        "wrong": _wrong,
+        "nan": _not_finite,
+    }
     monkeypatch.setattr(
         runner,
         "PROVIDERS",
@@ -75,6 +100,9 @@ def test_a_run_has_a_row_for_everything_and_keeps_it(tmp_path: pathlib.Path):
         assert rows["refuses", timed].refused == "not on a Saturday"
         assert rows["breaks", timed].refused == "out of memory"
         assert rows["wrong", timed].refused == "failed: TypeError: no such argument"
+        reason = rows["nan", timed].refused
+        assert reason.startswith("failed: ArithmeticError: not finite: ")
+        assert "output" in reason
     assert ("refuses", "backward") not in rows
     written = results.read(path)
     assert [row.key for row in written.rows] == [row.key for row in record.rows]
@@ -110,6 +138,44 @@ def test_ours_have_their_turn_between_the_peers(
     assert results.read(path).runs == 1
     runner.run(plan, lambda *_: None)
     assert results.read(path).runs == 2
+
+
+def test_what_compiles_for_long_begins_in_another_process(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """The process gets the cases of the run, and is gone with it."""
+    monkeypatch.setitem(
+        runner.PROVIDERS, "scan", Provider(_scan, ours=True, compiles_long=True)
+    )
+    commands = []
+    processes = []
+    popen = subprocess.Popen
+
+    def sleeping(command: list[str], **options: Any) -> subprocess.Popen:
+        if "benchmarks.first_calls" not in command:
+            return popen(command, **options)
+        commands.append(command)
+        sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+        processes.append(popen(sleep, **options))
+        return processes[0]
+
+    monkeypatch.setattr(subprocess, "Popen", sleeping)
+    plan = Plan(ops=("gdn",), passes=("forward",), implementations=("scan",), repeats=1)
+    rows = runner.run(plan, lambda *_: None).rows
+    assert rows[0].ms > 0
+    assert rows[0].compile_seconds is None
+    assert processes[0].returncode is not None
+    _, module, name, cases = commands[0][1:]
+    assert (module, name) == ("benchmarks.first_calls", "scan")
+    built = []
+
+    def noted(case: Case) -> Program:
+        built.append(case)
+        return _refuses(case) if len(built) == 1 else _scan(case)
+
+    monkeypatch.setitem(runner.PROVIDERS, "scan", Provider(noted))
+    first_calls.main(name, cases)
+    assert built == [Case("gdn", "forward", TINY)]
 
 
 def test_no_case_is_begun_after_its_time():
