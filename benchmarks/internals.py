@@ -18,7 +18,8 @@ from jfla.pallas import chunk
 from jfla.pallas.arrays import kernel_arrays
 from jfla.pallas.common.scan.spec import ScanConfig
 from jfla.pallas.common.scan.steps import output_scan_kernel
-from jfla.pallas.heuristics import HOPPER_SMS, Dims, scan_v_block, schedule
+from jfla.pallas.dims import Dims
+from jfla.pallas.heuristics import HOPPER_SMS, scan_v_block, schedule
 from jfla.pallas.heuristics import SUPPORTED_DIMS as SUPPORTED_DIMS
 from jfla.pallas.mgpu.overlap import run as run_kernel
 from jfla.pallas.support import num_sms

@@ -16,7 +16,8 @@ from jfla.linear_rule import differentiable, opaque_forward
 from jfla.pallas import chunk as kernels_of_chunk
 from jfla.pallas.arrays import gate_cotangents
 from jfla.pallas.context import interpreted
-from jfla.pallas.heuristics import Dims, Schedule, dims_of, schedule_of_part
+from jfla.pallas.dims import Dims, dims_of
+from jfla.pallas.heuristics import Schedule, schedule_of_part
 from jfla.parallel import dims
 from jfla.parallel.sequence import across_devices
 from jfla.parallel.sharding import compiler_partitioned

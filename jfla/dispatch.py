@@ -8,7 +8,8 @@ from typing import Any
 from jfla._inputs.validate import DEFAULTS, validate, validate_recurrent
 from jfla.pallas import support, trial
 from jfla.pallas.context import interpreting, target
-from jfla.pallas.heuristics import decode_v_block, dims_of, schedule
+from jfla.pallas.dims import dims_of
+from jfla.pallas.heuristics import decode_v_block, schedule
 from jfla.pallas.padding import pad_channels, padded_sizes, without_padded_channels
 from jfla.parallel import dims
 from jfla.parallel.explicit_time import split_by_type

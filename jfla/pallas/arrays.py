@@ -22,7 +22,7 @@ from jfla.pallas.common.gate import (
 from jfla.pallas.common.packed_rows import PackedRows, Rows, SegmentTable
 from jfla.pallas.common.qk_tiles import QkgOperands, QkOptions
 from jfla.pallas.common.results import KernelGrads
-from jfla.pallas.heuristics import Dims
+from jfla.pallas.dims import Dims
 from jfla.pallas.machine import on_hopper
 from jfla.pallas.mgpu.smem import BF16, F16, F32
 from jfla.pallas.segments import SegmentChunks, in_place, segment_chunks
@@ -62,8 +62,10 @@ class KernelArrays(NamedTuple):
         return None if self.grid is None else self.grid.table
 
 
-def kernel_arrays(inputs: Inputs, options: Options) -> KernelArrays:
-    """Of validated inputs, in `operand_dtype`."""
+def kernel_arrays(
+    inputs: Inputs, options: Options, *, row_is_segment: bool = False
+) -> KernelArrays:
+    """Of validated inputs, in `operand_dtype`; with `row_is_segment` in place: see `heuristics.row_is_segment`."""
     dtype = operand_dtype(inputs, options)
     q = inputs.q
     k = inputs.k
@@ -78,6 +80,8 @@ def kernel_arrays(inputs: Inputs, options: Options) -> KernelArrays:
         assert inputs.segment_ids is not None
         assert options.num_segments is not None
         grid = segment_chunks(inputs.segment_ids, options.num_segments)
+    elif row_is_segment:
+        grid = segment_chunks(_is_token(inputs).astype(jnp.int32), 1)
     g = inputs.g.astype(g_dtype)
     rows = [x.astype(dtype) for x in (q, k, inputs.v)]
     if options.op.scalar_gate:
@@ -92,8 +96,8 @@ def kernel_arrays(inputs: Inputs, options: Options) -> KernelArrays:
         v=v,
         g=g,
         beta=_token_scalars(beta, inputs, grid),
-        initial=to_kernel_state(initial) if grid is None else initial,
-        resets=_resets(inputs, grid),
+        initial=to_kernel_state(initial) if grid is None else by_segment(initial),
+        resets=_resets(inputs, options, grid),
         grid=grid,
     )
 
@@ -139,14 +143,34 @@ def times_rows(
     return (x * factor).astype(x.dtype)
 
 
-def _resets(inputs: Inputs, grid: SegmentChunks | None) -> Float[Array, "B T"] | None:
+def _is_token(inputs: Inputs) -> Bool[Array, "B T"]:
+    if inputs.segment_ids is None:
+        return jnp.ones(inputs.v.shape[:2], bool)
+    return inputs.segment_ids > 0
+
+
+def by_segment(state: State | None) -> Float[Array, "B S HV K V"] | None:
+    """States of segments; where a row has one, that of its one segment."""
+    return state[:, None] if state is not None and state.ndim == 4 else state
+
+
+def _resets(
+    inputs: Inputs, options: Options, grid: SegmentChunks | None
+) -> Float[Array, "B T"] | None:
     """`reset_rows` of a packed call, in whole chunks. Where segments are aligned nothing is left to reset."""
+    if grid is not None and (inputs.segment_ids is None or options.aligned_segments):
+        return (grid.source == inputs.v.shape[1]).astype(F32)
     if inputs.segment_ids is None:
         return None
-    if grid is not None:
-        return (grid.source == inputs.segment_ids.shape[1]).astype(F32)
     rows = reset_rows(inputs.segment_ids, starts(inputs.segment_ids))
-    return jnp.pad(rows, ((0, 0), (0, -rows.shape[1] % CHUNK)), constant_values=1.0)
+    num_rows = -(-rows.shape[1] // CHUNK) * CHUNK
+    if grid is not None:
+        num_rows = grid.source.shape[1]
+    return _with_tail(rows, num_rows)
+
+
+def _with_tail(rows: Float[Array, "B T"], num_rows: int) -> Float[Array, "B T_new"]:
+    return jnp.pad(rows, ((0, 0), (0, num_rows - rows.shape[1])), constant_values=1.0)
 
 
 def whole_chunks(
@@ -279,6 +303,7 @@ def cotangents(
     dq, dk, dv, dg, v_new_dot_dv = by_token
     if d_initial is not None and inputs.initial_state is not None:
         d_state = d_initial[:, :, 0].mT if grid is None else d_initial
+        d_state = d_state.reshape(inputs.initial_state.shape)
         d_initial = vary_with(
             d_state.astype(inputs.initial_state.dtype), *differentiable
         )

@@ -11,6 +11,7 @@ from jaxtyping import Array
 
 from jfla.pallas.arrays import (
     KernelArrays,
+    by_segment,
     chunk_major,
     cotangent_scale,
     cotangents,
@@ -138,7 +139,7 @@ def _forward(
     for_backward: bool,
     stretch: Stretch | None,
 ) -> tuple[DeltaRuleOutput, Residuals]:
-    x = kernel_arrays(inputs, options)
+    x = kernel_arrays(inputs, options, row_is_segment=schedule.row_is_segment)
     entered, split_r = None, None
     dims = x.dims
     num_checkpoints = (
@@ -194,7 +195,10 @@ def _forward(
     (output,) = to_tokens([scanned.stores[0]], inputs, x.grid)
     split_r = None if stretch is None else split_r
     residuals = Residuals(intra_results.intra, scanned.checkpoints, entered, split_r)
-    return DeltaRuleOutput(output.astype(inputs.v.dtype), scanned.last), residuals
+    last = scanned.last
+    if last is not None and schedule.row_is_segment:
+        last = last[:, 0]
+    return DeltaRuleOutput(output.astype(inputs.v.dtype), last), residuals
 
 
 def backward(
@@ -239,12 +243,12 @@ def _backward(
     d_final: State | None,
 ) -> Inputs:
     """The two scans, then the gradients of every chunk, then what is elementwise."""
-    x = kernel_arrays(inputs, options)
+    x = kernel_arrays(inputs, options, row_is_segment=schedule.row_is_segment)
     with jax.named_scope("jfla_intra"):
         intra_results = run(intra_kernel(x, inputs, options, schedule, with_a=False))
     (do,) = whole_chunks([d_output.astype(x.v.dtype)], inputs, x.grid)
     group_chunks = options.chunks_per_state
-    d_last = d_final
+    d_last = by_segment(d_final)
     if x.grid is None:
         d_last = (to_kernel_state if group_chunks is None else to_kernel_states)(
             d_final
@@ -346,8 +350,8 @@ class _BySpan:
         d_last: Array | None,
     ) -> tuple[KernelGrads, Array, Array | None]:
         """The gradients, dv, and dS^T before the first chunk."""
-        batch, heads, _, value_dim, key_dim, _ = x.dims
-        time = x.v.shape[1]
+        batch, time, heads, value_dim = x.v.shape
+        key_dim = x.q.shape[-1]
         shapes = result_shapes(
             x.q, (batch, time, heads, key_dim), self.static, self.out_dtype
         )

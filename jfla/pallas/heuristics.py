@@ -7,9 +7,9 @@ compiled with another one is another entry in jit's cache.
 import dataclasses
 from typing import NamedTuple
 
-from jfla.packing import num_aligned_chunks
+from jfla.pallas.dims import Dims
 from jfla.pallas.machine import Machine
-from jfla.types import CHUNK, Inputs, Op, Options
+from jfla.types import CHUNK, Op
 
 SUPPORTED_DIMS = (64, 128, 256)
 MAX_DIM: dict[Machine, int] = {
@@ -42,29 +42,12 @@ LONG_SEGMENT_CHUNKS = 8  # chunks of the aligned grid for each segment
 # Chunks of all sequences in rings: 6 of each of 32 stall KDA's intra-chunk kernel, 12 exceed the second-level cache.
 RING_TILES = 256
 
+# Of copies of rows: the tables and copies of packed segments take half as long.
+MIN_COPY_US = 64
+
 NUM_SPANS = 4
 MIN_SPAN_CHUNKS = 32
 MANY_STATES_BYTES = 256 * 2**20
-
-
-class Dims(NamedTuple):
-    """The shape of a call in whole chunks."""
-
-    batch: int
-    heads: int  # HV
-    n_chunks: int
-    value_dim: int
-    key_dim: int
-    segments: int | None = None  # packed into every row and scanned side by side
-
-    @property
-    def sequences(self) -> int:
-        """States, each of which is a chain of chunks."""
-        return self.batch * self.heads * (self.segments or 1)
-
-    @property
-    def num_chunks(self) -> int:
-        return self.batch * self.heads * self.n_chunks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,18 +72,8 @@ class Schedule:
     num_spans: int
     intra_wgs: int  # warpgroups of a CTA of the intra-chunk kernel that take chunks of their own
     intra_ctas: int  # CTAs of the intra-chunk kernel, at most
-
-
-def dims_of(inputs: Inputs, options: Options | None = None) -> Dims:
-    """Of a call; time is rounded up to whole chunks, of every segment where a chunked call aligns them."""
-    batch, time, heads, value_dim = inputs.v.shape
-    segments = (
-        options.num_segments
-        if options is not None and options.aligned_segments
-        else None
-    )
-    n_chunks = num_aligned_chunks(time, segments or 0)
-    return Dims(batch, heads, n_chunks, value_dim, inputs.q.shape[-1], segments)
+    # every row is read in place as one packed segment, see `row_is_segment`
+    row_is_segment: bool = False
 
 
 def schedule(
@@ -118,6 +91,9 @@ def schedule(
         return _schedule_of_single_warpgroups(
             dims, num_sms, smem_bytes, machine, bytes_per_us
         )
+    one_segment = row_is_segment(op, dims, num_sms, bytes_per_us)
+    if one_segment:
+        dims = dims._replace(segments=1, n_chunks=dims.n_chunks + 1)
     overlap = overlap_schedule(op, dims, num_sms, bytes_per_us, exclusive=exclusive)
     return Schedule(
         machine=machine,
@@ -134,7 +110,24 @@ def schedule(
         num_spans=num_spans(op, dims, num_sms),
         intra_wgs=intra_wgs(op, dims.key_dim),
         intra_ctas=num_sms,
+        row_is_segment=one_segment,
     )
+
+
+def row_is_segment(op: Op, dims: Dims, num_sms: int, bytes_per_us: float) -> bool:
+    """Whether rows that have chunks which are not whole are read in place, each as one packed segment.
+
+    Else all chunks are copied, with zeros where there is no token: as much as a kernel takes where a call is large. In
+    place there are tables to make, and no ring. Time is not split then.
+    """
+    if not dims.has_partial_chunks or time_splits(dims, num_sms) > 1:
+        return False
+    # q, k, v; with a gate per channel g in float32
+    token_bytes = 2 * (2 * dims.key_dim + dims.value_dim)
+    if not op.scalar_gate:
+        token_bytes += 4 * dims.key_dim
+    copied_bytes = 2 * dims.num_chunks * CHUNK * token_bytes
+    return copied_bytes > MIN_COPY_US * bytes_per_us
 
 
 def _schedule_of_single_warpgroups(
@@ -195,7 +188,7 @@ def scan_v_block(dims: Dims, num_sms: int) -> int:
     """
     fewest, most = v_blocks(dims)
     if (
-        dims.segments is not None
+        dims.segments not in (None, 1)
         and dims.n_chunks > LONG_SEGMENT_CHUNKS * dims.segments
     ):
         return fewest
@@ -253,8 +246,9 @@ def overlap_schedule(
         return Overlap(v_block, 0)
     if not op.scalar_gate and dims.key_dim > 128:
         return Overlap(v_block, 0)
-    if dims.segments is not None:
+    if dims.segments is not None and not _few_segments(dims, num_sms):
         return _overlap_of_segments(op, dims, num_sms)
+    exclusive = exclusive and dims.segments is None  # of segments there is no ring
     wgs = intra_wgs(op, dims.key_dim)
     intra_us = _INTRA_US[op.scalar_gate]
     beside_us = intra_us.with_ring if exclusive else intra_us.beside_scan
@@ -318,6 +312,12 @@ def ring_chunks(dims: Dims, overlap: Overlap, num_sms: int) -> int:
     ring = -(-RING_TILES // sequences)
     is_safe = overlap.num_ctas + scan_ctas <= num_sms and ring >= 2 * chunks_to_next
     return ring if is_safe and ring < dims.n_chunks else 0
+
+
+def _few_segments(dims: Dims, num_sms: int) -> bool:
+    """Whether a scan has one segment of each row, which are of one length, and leaves multiprocessors idle."""
+    _, columns = v_blocks(dims)
+    return dims.segments == 1 and dims.sequences * dims.value_dim < num_sms * columns
 
 
 def _overlap_of_segments(op: Op, dims: Dims, num_sms: int) -> Overlap:

@@ -12,7 +12,8 @@ from jfla.pallas import chunk
 from jfla.pallas.arrays import kernel_arrays, leaves_norm, to_kernel_state
 from jfla.pallas.common.scan.spec import ScanConfig
 from jfla.pallas.common.scan.steps import output_scan_kernel
-from jfla.pallas.heuristics import Schedule, dims_of, schedule
+from jfla.pallas.dims import dims_of
+from jfla.pallas.heuristics import Schedule, schedule
 from jfla.pallas.machine import tracing_for
 from jfla.pallas.mgpu.overlap import run
 from jfla.pallas.mgpu.smem import F32

@@ -14,10 +14,10 @@ import jfla
 from jfla import chunk_op
 from jfla.pallas import support
 from jfla.pallas.common.chunk_index import ChunkGrid
+from jfla.pallas.dims import Dims
 from jfla.pallas.heuristics import (
     H200_BYTES_PER_US,
     HOPPER_SMS,
-    Dims,
     Overlap,
     Schedule,
     decode_v_block,

@@ -30,7 +30,8 @@ from support.standin import op_of
 import jfla
 from benchmarks.h200 import H200
 from jfla import chunk_op
-from jfla.pallas.heuristics import dims_of, schedule
+from jfla.pallas.dims import dims_of
+from jfla.pallas.heuristics import schedule
 from jfla.parallel import stretch
 from jfla.parallel.stretch import Stretch
 from jfla.types import DeltaRuleOutput, Inputs

@@ -10,7 +10,8 @@ import numpy as np
 
 import jfla
 from jfla._inputs.validate import DEFAULTS, validate
-from jfla.pallas.heuristics import HOPPER_SMS, dims_of, schedule
+from jfla.pallas.dims import dims_of
+from jfla.pallas.heuristics import HOPPER_SMS, schedule
 from jfla.types import OPS, DeltaRuleOutput, Inputs, Options
 
 # Relative errors that 16-bit inputs may cost, by tensor.

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 import jfla
-from jfla.pallas.heuristics import SMEM_BYTES, Schedule, dims_of, schedule
+from jfla.pallas.dims import dims_of
+from jfla.pallas.heuristics import SMEM_BYTES, Schedule, schedule
 from jfla.pallas.machine import Machine
 from jfla.stages import DecayedQK, FactoredQK, IntraChunk, ScanResults
 from jfla.types import Inputs, Options

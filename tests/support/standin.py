@@ -11,7 +11,8 @@ import jax.numpy as jnp
 
 from jfla import chunk_op
 from jfla.gates import log_decay, write_strength
-from jfla.pallas.heuristics import Schedule, dims_of, schedule
+from jfla.pallas.dims import dims_of
+from jfla.pallas.heuristics import Schedule, schedule
 from jfla.parallel.stretch import Stretch
 from jfla.stages import IntraChunk, Residuals
 from jfla.types import DeltaRuleOutput, Inputs, Options

@@ -18,7 +18,8 @@ from jfla._inputs.pooled import on_pool
 from jfla.by_platform import by_platform
 from jfla.pallas.common.decode.kernel import launch_decode
 from jfla.pallas.context import interpreted
-from jfla.pallas.heuristics import DECODE_TOKENS, HOPPER_SMS, decode_v_block, dims_of
+from jfla.pallas.dims import dims_of
+from jfla.pallas.heuristics import DECODE_TOKENS, HOPPER_SMS, decode_v_block
 from jfla.pallas.machine import Machine, tracing_for
 from jfla.pallas.mgpu.in_place import write_in_place
 from jfla.pallas.mgpu.smem import F32

@@ -1,0 +1,57 @@
+"""The shape of a call in whole chunks, from its inputs and options: what schedules depend on."""
+
+from typing import NamedTuple
+
+from jfla.packing import num_aligned_chunks
+from jfla.types import CHUNK, Inputs, Options
+
+
+class Dims(NamedTuple):
+    """The shape of a call in whole chunks."""
+
+    batch: int
+    heads: int  # HV
+    n_chunks: int
+    value_dim: int
+    key_dim: int
+    segments: int | None = None  # packed into every row and scanned side by side
+    # rows are packed without a number of segments, or their last chunk is not whole
+    has_partial_chunks: bool = False
+
+    @property
+    def sequences(self) -> int:
+        """States, each of which is a chain of chunks."""
+        return self.batch * self.heads * (self.segments or 1)
+
+    @property
+    def num_chunks(self) -> int:
+        return self.batch * self.heads * self.n_chunks
+
+
+def dims_of(inputs: Inputs, options: Options | None = None) -> Dims:
+    """Of a call; time is rounded up to whole chunks, of every segment where a chunked call aligns them."""
+    batch, time, heads, value_dim = inputs.v.shape
+    segments = (
+        options.num_segments
+        if options is not None and options.aligned_segments
+        else None
+    )
+    n_chunks = num_aligned_chunks(time, segments or 0)
+    return Dims(
+        batch,
+        heads,
+        n_chunks,
+        value_dim,
+        key_dim=inputs.q.shape[-1],
+        segments=segments,
+        has_partial_chunks=segments is None and _has_partial_chunks(inputs, options),
+    )
+
+
+def _has_partial_chunks(inputs: Inputs, options: Options | None) -> bool:
+    """Whether a row may be read as one segment, and has chunks that are not whole: its last one, or padding."""
+    if options is None or options.sequence_axis is not None:
+        return False
+    if options.chunks_per_state is not None:
+        return False
+    return inputs.segment_ids is not None or inputs.v.shape[1] % CHUNK != 0

@@ -1,0 +1,135 @@
+"""Rows with chunks that are not whole, read in place as one packed segment each, in interpret mode."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import pytest
+from support.kernel_cases import (
+    MAIN,
+    TOLERANCE,
+    Call,
+    check,
+    error,
+    inputs,
+    results,
+    validated,
+)
+
+import jfla
+from jfla.chunk_op import Plan, run
+from jfla.pallas.dims import Dims, dims_of
+from jfla.pallas.heuristics import row_is_segment, schedule
+from jfla.types import OPS, DeltaRuleOutput
+
+SLOW = pytest.mark.slow
+SLOWLY = 1e-3  # bytes per us: of a GPU on which every copy is too long
+
+
+def in_place(op: str) -> Callable[..., DeltaRuleOutput]:
+    """The chunked op by kernels, where copies of all rows would take long."""
+
+    def call(*args, **kwargs) -> DeltaRuleOutput:
+        arrays, options = validated(op, *args, **kwargs)
+        found = schedule(
+            options.op, dims_of(arrays, options), num_sms=1, bytes_per_us=SLOWLY
+        )
+        assert found.row_is_segment
+        return run(arrays, options, Plan(found, interpret=True))
+
+    return call
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        Call("kda", "raw", time=100, group=1),
+        Call("gdn", time=150, segments=3, group=1),
+        pytest.param(Call("gdn", "raw", batch=2, time=130), marks=SLOW),
+        pytest.param(Call("gdn", "mixed", batch=2, time=70, segments=4), marks=SLOW),
+        pytest.param(Call("kda", "mixed", time=192, segments=3), marks=SLOW),
+        pytest.param(
+            Call("kda", batch=2, time=90, key_dim=128, value_dim=128), marks=SLOW
+        ),
+    ],
+    ids=str,
+)
+def test_the_last_chunk_alone_is_a_copy(call: Call):
+    """Of the row's tokens and state; segments inside of it begin where decays are reset."""
+    check(call, in_place(call.op))
+
+
+def test_padding_may_hold_anything_in_place():
+    call = Call("kda", time=100, segments=2, group=1)
+    arrays, rest = inputs(call)
+    padding = rest["segment_ids"][0] == 0
+    assert padding.sum() == 7
+    poisoned = arrays | {name: arrays[name].at[:, -7:].set(jnp.nan) for name in MAIN}
+    got = results(in_place(call.op), poisoned, rest)
+    want = results(jfla.reference.recurrent_kda, arrays, rest)
+    for name, x in want.items():
+        assert error(got[name], x) < TOLERANCE[name], name
+        assert not jnp.any(got[name][:, -7:]), name
+
+
+@pytest.mark.parametrize(
+    ("op", "time", "heads", "in_place"),
+    [
+        ("kda", 8192, 32, True),
+        ("gdn", 8192, 32, True),
+        ("gdn", 4096, 32, False),  # 47 us of copies
+        ("gdn", 8192, 4, False),  # eight spans of time side by side
+    ],
+)
+def test_rows_are_read_in_place_where_copies_take_long(
+    op: str, time: int, heads: int, in_place: bool
+):
+    whole = Dims(1, heads, time // 64, 128, 128)
+    assert not schedule(OPS[op], whole).row_is_segment
+    partial = whole._replace(has_partial_chunks=True)
+    found = schedule(OPS[op], partial)
+    assert found.row_is_segment == in_place
+    assert bool(found.ring_chunks) == (not in_place and found.time_splits == 1)
+    # A scan of one row is as long as that of a call of whole chunks, and has as much of V.
+    assert found.overlap_v_block == schedule(OPS[op], whole).overlap_v_block
+    assert not row_is_segment(OPS[op], whole, 132, 4.3e6)
+
+
+@pytest.mark.parametrize(
+    ("time", "rest", "partial"),
+    [
+        (128, {}, False),
+        (100, {}, True),
+        (128, {"segment_ids": jnp.ones((1, 128), jnp.int32)}, True),
+        (128, {"segment_ids": jnp.ones((1, 128), jnp.int32), "num_segments": 2}, False),
+        (100, {"return_final_state": True, "return_states_every": 64}, False),
+    ],
+)
+def test_which_calls_have_partial_chunks(time: int, rest: dict, partial: bool):
+    arrays, _ = inputs(Call("gdn", time=time))
+    arrays = {name: arrays[name] for name in MAIN}
+    dims = dims_of(*validated("gdn", **arrays, **rest))
+    assert dims.has_partial_chunks == partial
+    slow_copies = {"num_sms": 1, "bytes_per_us": SLOWLY}
+    assert schedule(OPS["gdn"], dims, **slow_copies).row_is_segment == partial
+    mma = schedule(OPS["gdn"], dims, **slow_copies, machine="ampere")
+    assert not mma.row_is_segment
+
+
+@pytest.mark.parametrize(("batch", "v_block", "ctas"), [(1, 64, 68), (8, 128, 76)])
+def test_few_rows_overlap_as_whole_chunks_do(batch: int, v_block: int, ctas: int):
+    """Without a ring. Many overlap as packed segments do."""
+    dims = Dims(batch, 32, 65, 128, 128, segments=1)
+    found = schedule(OPS["gdn"], dims)
+    assert (found.overlap_v_block, found.overlap_ctas) == (v_block, ctas)
+    assert found.ring_chunks == 0
+
+
+def test_the_call_that_the_kernels_make_is_that_of_a_packed_row():
+    """Its q, k and v are the caller's, with copies of two chunks beside them."""
+    arrays, _ = inputs(Call("gdn", time=100, group=1))
+    main = [arrays[name] for name in MAIN]
+    jaxpr = jax.make_jaxpr(in_place("gdn"))(*main)
+    names = str(jaxpr)
+    assert "jfla_copy_ends" in names
+    assert "jfla_return_ends" in names
