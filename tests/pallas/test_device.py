@@ -130,6 +130,22 @@ def test_kernels_side_by_side_give_the_same_bits(op, batch, heads, key_dim, valu
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(
+    "call",
+    [
+        Call("kda", "raw", batch=2, time=1000, key_dim=128, value_dim=128),
+        Call("gdn", "raw", batch=2, time=1000, key_dim=128, value_dim=128),
+        Call("kda", "mixed", time=1999, segments=9, key_dim=128, value_dim=128),
+        Call("gdn", batch=2, time=1984, segments=9, key_dim=64, value_dim=128),
+        Call("gdn", "raw", time=700, segments=5, key_dim=256, value_dim=256),
+    ],
+    ids=str,
+)
+def test_rows_are_one_packed_segment_where_copies_take_long(call):
+    check(call, scheduled(call.op, interpret=False, in_place=True))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("segments", [0, 20])
 def test_spans_of_time_one_after_the_other_give_the_bits_of_the_whole(segments):
     sizes = {"batch": 2, "time": 2048, "heads": 8, "key_dim": 128, "value_dim": 128}

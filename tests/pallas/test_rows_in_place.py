@@ -1,7 +1,5 @@
 """Rows with chunks that are not whole, read in place as one packed segment each, in interpret mode."""
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -13,31 +11,16 @@ from support.kernel_cases import (
     error,
     inputs,
     results,
+    scheduled,
     validated,
 )
 
 import jfla
-from jfla.chunk_op import Plan, run
 from jfla.pallas.dims import Dims, dims_of
 from jfla.pallas.heuristics import row_is_segment, schedule
-from jfla.types import OPS, DeltaRuleOutput
+from jfla.types import OPS
 
 SLOW = pytest.mark.slow
-SLOWLY = 1e-3  # bytes per us: of a GPU on which every copy is too long
-
-
-def in_place(op: str) -> Callable[..., DeltaRuleOutput]:
-    """The chunked op by kernels, where copies of all rows would take long."""
-
-    def call(*args, **kwargs) -> DeltaRuleOutput:
-        arrays, options = validated(op, *args, **kwargs)
-        found = schedule(
-            options.op, dims_of(arrays, options), num_sms=1, bytes_per_us=SLOWLY
-        )
-        assert found.row_is_segment
-        return run(arrays, options, Plan(found, interpret=True))
-
-    return call
 
 
 @pytest.mark.parametrize(
@@ -56,7 +39,7 @@ def in_place(op: str) -> Callable[..., DeltaRuleOutput]:
 )
 def test_the_last_chunk_alone_is_a_copy(call: Call):
     """Of the row's tokens and state; segments inside of it begin where decays are reset."""
-    check(call, in_place(call.op))
+    check(call, scheduled(call.op, num_sms=1, in_place=True))
 
 
 def test_padding_may_hold_anything_in_place():
@@ -65,7 +48,8 @@ def test_padding_may_hold_anything_in_place():
     padding = rest["segment_ids"][0] == 0
     assert padding.sum() == 7
     poisoned = arrays | {name: arrays[name].at[:, -7:].set(jnp.nan) for name in MAIN}
-    got = results(in_place(call.op), poisoned, rest)
+    in_place = scheduled(call.op, num_sms=1, in_place=True)
+    got = results(in_place, poisoned, rest)
     want = results(jfla.reference.recurrent_kda, arrays, rest)
     for name, x in want.items():
         assert error(got[name], x) < TOLERANCE[name], name
@@ -110,7 +94,7 @@ def test_which_calls_have_partial_chunks(time: int, rest: dict, partial: bool):
     arrays = {name: arrays[name] for name in MAIN}
     dims = dims_of(*validated("gdn", **arrays, **rest))
     assert dims.has_partial_chunks == partial
-    slow_copies = {"num_sms": 1, "bytes_per_us": SLOWLY}
+    slow_copies = {"num_sms": 1, "bytes_per_us": 1e-3}
     assert schedule(OPS["gdn"], dims, **slow_copies).row_is_segment == partial
     mma = schedule(OPS["gdn"], dims, **slow_copies, machine="ampere")
     assert not mma.row_is_segment
@@ -129,7 +113,7 @@ def test_the_call_that_the_kernels_make_is_that_of_a_packed_row():
     """Its q, k and v are the caller's, with copies of two chunks beside them."""
     arrays, _ = inputs(Call("gdn", time=100, group=1))
     main = [arrays[name] for name in MAIN]
-    jaxpr = jax.make_jaxpr(in_place("gdn"))(*main)
-    names = str(jaxpr)
+    in_place = scheduled("gdn", num_sms=1, in_place=True)
+    names = str(jax.make_jaxpr(in_place)(*main))
     assert "jfla_copy_ends" in names
     assert "jfla_return_ends" in names

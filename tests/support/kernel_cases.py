@@ -156,14 +156,28 @@ def by_kernels(op: str) -> Callable[..., DeltaRuleOutput]:
 
 
 def scheduled(
-    op: str, *, num_sms: int = HOPPER_SMS, interpret: bool = True, **overrides: int
+    op: str,
+    *,
+    num_sms: int = HOPPER_SMS,
+    interpret: bool = True,
+    in_place: bool = False,
+    **overrides: int,
 ) -> Callable[..., DeltaRuleOutput]:
-    """The chunked op by kernels, with the schedule for `num_sms` multiprocessors and fields as given."""
+    """The chunked op by kernels, with the schedule for `num_sms` multiprocessors and fields as given.
+
+    Rows with a chunk that is not whole are read `in_place`, as if copies took long, or copied.
+    """
     from jfla.chunk_op import Plan, run
 
     def call(*args: Any, **kwargs: Any) -> DeltaRuleOutput:
         inputs, options = validated(op, *args, **kwargs)
-        usual = schedule(options.op, dims_of(inputs, options), num_sms)
+        dims = dims_of(inputs, options)
+        if in_place:
+            usual = schedule(options.op, dims, num_sms, bytes_per_us=1e-3)
+            assert usual.row_is_segment
+        else:
+            dims = dims._replace(has_partial_chunks=False)
+            usual = schedule(options.op, dims, num_sms)
         plan = Plan(dataclasses.replace(usual, **overrides), interpret=interpret)
         return run(inputs, options, plan)
 
