@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from benchmarks import ceilings, first_calls, inputs, measure, results
+from benchmarks import ceilings, first_calls, inputs, measure, overview, results
 from benchmarks.exact import Exact
 from benchmarks.inputs import Arrays
 from benchmarks.programs import Program, Refused
@@ -30,7 +30,8 @@ class Plan:
 
     An empty tuple is the default: every op and pass, the gate "production", the sets "paper" and "decode" on
     a GPU and "quick" elsewhere, all shapes of the sets, and every implementation that can run here;
-    on a GPU that runs the kernels without "xla" and "scan", which take minutes there.
+    on a GPU that runs the kernels without "xla" and "scan", which take minutes there. The set "readme"
+    alone is run with what the README shows.
     """
 
     sets: tuple[str, ...] = ()
@@ -70,17 +71,19 @@ class Plan:
             passes=self.passes
             or (PASSES if gpu else PASSES[:4]),  # the stages are kernels
             gates=self.gates or ("production",),
-            implementations=self.implementations or _default_implementations(),
+            implementations=self.implementations or _default_implementations(self.sets),
             repeats=self.repeats or (7 if gpu else 3),
         )
 
 
-def _default_implementations() -> tuple[str, ...]:
+def _default_implementations(sets: tuple[str, ...]) -> tuple[str, ...]:
+    """All that can run here and take no minutes; for the README's set alone those that it shows."""
     hopper = str(getattr(jax.devices()[0], "compute_capability", None)) == "9.0"
     slow = ("xla", "scan") if hopper else ()
     asked_for = ("mma", "pallas_chain", "pallas_states", *slow)
+    known = overview.NAMES if sets == ("readme",) else PROVIDERS
     return tuple(
-        name for name in PROVIDERS if name not in asked_for and not unavailable(name)
+        name for name in known if name not in asked_for and not unavailable(name)
     )
 
 

@@ -15,7 +15,6 @@ import jfla
 from benchmarks import (
     ceilings,
     exact,
-    first_calls,
     inputs,
     providers,
     results,
@@ -140,42 +139,15 @@ def test_ours_have_their_turn_between_the_peers(
     assert results.read(path).runs == 2
 
 
-def test_what_compiles_for_long_begins_in_another_process(
+def test_the_readmes_set_is_run_with_what_the_readme_shows(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """The process gets the cases of the run, and is gone with it."""
-    monkeypatch.setitem(
-        runner.PROVIDERS, "scan", Provider(_scan, ours=True, compiles_long=True)
-    )
-    commands = []
-    processes = []
-    popen = subprocess.Popen
-
-    def sleeping(command: list[str], **options: Any) -> subprocess.Popen:
-        if "benchmarks.first_calls" not in command:
-            return popen(command, **options)
-        commands.append(command)
-        sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
-        processes.append(popen(sleep, **options))
-        return processes[0]
-
-    monkeypatch.setattr(subprocess, "Popen", sleeping)
-    plan = Plan(ops=("gdn",), passes=("forward",), implementations=("scan",), repeats=1)
-    rows = runner.run(plan, lambda *_: None).rows
-    assert rows[0].ms > 0
-    assert rows[0].compile_seconds is None
-    assert processes[0].returncode is not None
-    _, module, name, cases = commands[0][1:]
-    assert (module, name) == ("benchmarks.first_calls", "scan")
-    built = []
-
-    def noted(case: Case) -> Program:
-        built.append(case)
-        return _refuses(case) if len(built) == 1 else _scan(case)
-
-    monkeypatch.setitem(runner.PROVIDERS, "scan", Provider(noted))
-    first_calls.main(name, cases)
-    assert built == [Case("gdn", "forward", TINY)]
+    known = dict.fromkeys(("pallas", "tokamax", "fla", "jla"), Provider(_scan))
+    can_run = ("pallas", "tokamax", "fla")
+    monkeypatch.setattr(runner, "PROVIDERS", known)
+    monkeypatch.setattr(runner, "unavailable", lambda name: name not in can_run)
+    assert Plan(sets=("readme",)).filled().implementations == ("pallas", "fla")
+    assert Plan(sets=("paper",)).filled().implementations == can_run
 
 
 def test_no_case_is_begun_after_its_time():
