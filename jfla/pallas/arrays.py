@@ -157,20 +157,16 @@ def by_segment(state: State | None) -> Float[Array, "B S HV K V"] | None:
 def _resets(
     inputs: Inputs, options: Options, grid: SegmentChunks | None
 ) -> Float[Array, "B T"] | None:
-    """`reset_rows` of a packed call, in whole chunks. Where segments are aligned nothing is left to reset."""
+    """`reset_rows` in whole chunks; of segments that have chunks of their own only the tails are left."""
     if grid is not None and (inputs.segment_ids is None or options.aligned_segments):
         return (grid.source == inputs.v.shape[1]).astype(F32)
     if inputs.segment_ids is None:
         return None
     rows = reset_rows(inputs.segment_ids, starts(inputs.segment_ids))
-    num_rows = -(-rows.shape[1] // CHUNK) * CHUNK
+    tail = -rows.shape[1] % CHUNK
     if grid is not None:
-        num_rows = grid.source.shape[1]
-    return _with_tail(rows, num_rows)
-
-
-def _with_tail(rows: Float[Array, "B T"], num_rows: int) -> Float[Array, "B T_new"]:
-    return jnp.pad(rows, ((0, 0), (0, num_rows - rows.shape[1])), constant_values=1.0)
+        tail = grid.source.shape[1] - rows.shape[1]
+    return jnp.pad(rows, ((0, 0), (0, tail)), constant_values=1.0)
 
 
 def whole_chunks(
