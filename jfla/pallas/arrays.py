@@ -299,6 +299,7 @@ def cotangents(
     dq, dk, dv, dg, v_new_dot_dv = by_token
     if d_initial is not None and inputs.initial_state is not None:
         d_state = d_initial[:, :, 0].mT if grid is None else d_initial
+        # Where the row is one segment, that segment's state is the row's.
         d_state = d_state.reshape(inputs.initial_state.shape)
         d_initial = vary_with(
             d_state.astype(inputs.initial_state.dtype), *differentiable

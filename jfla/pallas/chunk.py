@@ -197,7 +197,7 @@ def _forward(
     residuals = Residuals(intra_results.intra, scanned.checkpoints, entered, split_r)
     last = scanned.last
     if last is not None and schedule.row_is_segment:
-        last = last[:, 0]
+        last = last[:, 0]  # of its one segment
     return DeltaRuleOutput(output.astype(inputs.v.dtype), last), residuals
 
 

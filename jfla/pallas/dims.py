@@ -27,6 +27,15 @@ class Dims(NamedTuple):
     def num_chunks(self) -> int:
         return self.batch * self.heads * self.n_chunks
 
+    def as_segments(self) -> "Dims":
+        """With every row as one packed segment."""
+        n_chunks = num_aligned_chunks(self.n_chunks * CHUNK, 1)
+        return self._replace(n_chunks=n_chunks, segments=1, has_partial_chunks=False)
+
+    def as_copied(self) -> "Dims":
+        """With all chunks whole, as copies have them."""
+        return self._replace(has_partial_chunks=False)
+
 
 def dims_of(inputs: Inputs, options: Options | None = None) -> Dims:
     """Of a call; time is rounded up to whole chunks, of every segment where a chunked call aligns them."""

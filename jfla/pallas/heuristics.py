@@ -91,9 +91,10 @@ def schedule(
         return _schedule_of_single_warpgroups(
             dims, num_sms, smem_bytes, machine, bytes_per_us
         )
-    one_segment = row_is_segment(op, dims, num_sms, bytes_per_us)
-    if one_segment:
-        dims = dims._replace(segments=1, n_chunks=dims.n_chunks + 1)
+    if row_is_segment(op, dims, num_sms, bytes_per_us):
+        device = (num_sms, smem_bytes, machine, bytes_per_us)
+        of_segments = schedule(op, dims.as_segments(), *device, exclusive=exclusive)
+        return dataclasses.replace(of_segments, row_is_segment=True)
     overlap = overlap_schedule(op, dims, num_sms, bytes_per_us, exclusive=exclusive)
     return Schedule(
         machine=machine,
@@ -110,7 +111,6 @@ def schedule(
         num_spans=num_spans(op, dims, num_sms),
         intra_wgs=intra_wgs(op, dims.key_dim),
         intra_ctas=num_sms,
-        row_is_segment=one_segment,
     )
 
 
@@ -162,7 +162,11 @@ def schedule_of_part(op: Op, dims: Dims, whole: Schedule) -> Schedule:
     Not `exclusive`: collectives may hold multiprocessors until all devices are there.
     """
     device = (whole.num_sms, whole.smem_bytes, whole.machine, whole.bytes_per_us)
+    # The partitioner has the residuals' shapes from the whole call, and a row that is a segment has one chunk more. A
+    # part that chose otherwise could not be lowered.
+    dims = dims.as_segments() if whole.row_is_segment else dims.as_copied()
     part = schedule(op, dims, *device, exclusive=False)
+    part = dataclasses.replace(part, row_is_segment=whole.row_is_segment)
     if not whole.num_spans:
         return dataclasses.replace(part, num_spans=0)
     return dataclasses.replace(part, num_spans=whole.num_spans, time_splits=1)

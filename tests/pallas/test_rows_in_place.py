@@ -17,7 +17,7 @@ from support.kernel_cases import (
 
 import jfla
 from jfla.pallas.dims import Dims, dims_of
-from jfla.pallas.heuristics import row_is_segment, schedule
+from jfla.pallas.heuristics import row_is_segment, schedule, schedule_of_part
 from jfla.types import OPS
 
 SLOW = pytest.mark.slow
@@ -37,8 +37,8 @@ SLOW = pytest.mark.slow
     ],
     ids=str,
 )
-def test_the_last_chunk_alone_is_a_copy(call: Call):
-    """Of the row's tokens and state; segments inside of it begin where decays are reset."""
+def test_values_and_gradients_in_place(call: Call):
+    """Of rows with a state, and of rows in which segments begin where decays are reset."""
     check(call, scheduled(call.op, num_sms=1, in_place=True))
 
 
@@ -100,6 +100,20 @@ def test_which_calls_have_partial_chunks(time: int, rest: dict, partial: bool):
     assert not mma.row_is_segment
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_part_reads_rows_as_the_whole_call_does(in_place: bool):
+    """Its residuals have the shapes of the whole's, however long its own copies take."""
+    long = Dims(8, 32, 128, 128, 128, has_partial_chunks=True)
+    short = Dims(1, 4, 128, 128, 128, has_partial_chunks=True)
+    assert schedule(OPS["gdn"], long).row_is_segment
+    assert not schedule(OPS["gdn"], short).row_is_segment
+    whole, part = (long, short) if in_place else (short, long)
+    found = schedule_of_part(OPS["gdn"], part, schedule(OPS["gdn"], whole))
+    assert found.row_is_segment == in_place
+    assert found.time_splits == 1
+    assert found.num_spans == 0
+
+
 @pytest.mark.parametrize(("batch", "v_block", "ctas"), [(1, 64, 68), (8, 128, 76)])
 def test_few_rows_overlap_as_whole_chunks_do(batch: int, v_block: int, ctas: int):
     """Without a ring. Many overlap as packed segments do."""
@@ -110,10 +124,14 @@ def test_few_rows_overlap_as_whole_chunks_do(batch: int, v_block: int, ctas: int
 
 
 def test_the_call_that_the_kernels_make_is_that_of_a_packed_row():
-    """Its q, k and v are the caller's, with copies of two chunks beside them."""
+    """q, k and v are the caller's: of no array all rows are copied, and of ends there are three chunks at most."""
     arrays, _ = inputs(Call("gdn", time=100, group=1))
     main = [arrays[name] for name in MAIN]
     in_place = scheduled("gdn", num_sms=1, in_place=True)
-    names = str(jax.make_jaxpr(in_place)(*main))
-    assert "jfla_copy_ends" in names
-    assert "jfla_return_ends" in names
+    text = str(jax.make_jaxpr(in_place)(*main))
+    assert "jfla_copy_ends" in text
+    assert "jfla_return_ends" in text
+    assert "bf16[1,3,64,64]" in text
+    copied = "bf16[1,128,1,64]"
+    assert copied not in text
+    assert copied in str(jax.make_jaxpr(scheduled("gdn", num_sms=1))(*main))

@@ -26,6 +26,7 @@ from support.standin import op_of
 
 import jfla
 from benchmarks.h200 import H200
+from jfla.pallas import heuristics
 from jfla.parallel.split import split_by
 from jfla.types import DeltaRuleOutput
 
@@ -235,6 +236,21 @@ def test_kernels_compiled_for_four_gpus_move_no_activation(op, implementation, c
     assert set(COLLECTIVES.findall(text)) == {"all-reduce"}
     assert re.search(r"bf16\[1,256,2,64\]", text)  # a device's part of v
     assert not re.search(r"\[2,256,[24],64\]", text)
+
+
+@pytest.mark.aot
+def test_rows_in_place_compiled_for_four_gpus_move_no_activation(monkeypatch):
+    """The copies of the whole call would take 0.37 us here, those of a device 0.09: it reads rows as the whole does."""
+    monkeypatch.setattr(heuristics, "MIN_COPY_US", 0.2)
+    arrays = described_on_four_h200s("gdn", time=250)
+    static = {"qk_norm": True, "beta_max": 1.0, "return_final_state": True}
+    chunk = functools.partial(jfla.chunk_gdn, implementation="pallas")
+    program = jax.jit(lambda arrays: results(chunk, arrays, static))
+    with jfla.pallas.compiling_for("9.0"):
+        text = program.trace(arrays).lower().compile().as_text()
+    assert "jfla_copy_ends" in text
+    assert set(COLLECTIVES.findall(text)) == {"all-reduce"}
+    assert not re.search(r"\[2,250,[24],64\]", text)
 
 
 @pytest.mark.aot

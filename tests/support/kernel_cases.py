@@ -176,8 +176,7 @@ def scheduled(
             usual = schedule(options.op, dims, num_sms, bytes_per_us=1e-3)
             assert usual.row_is_segment
         else:
-            dims = dims._replace(has_partial_chunks=False)
-            usual = schedule(options.op, dims, num_sms)
+            usual = schedule(options.op, dims.as_copied(), num_sms)
         plan = Plan(dataclasses.replace(usual, **overrides), interpret=interpret)
         return run(inputs, options, plan)
 
