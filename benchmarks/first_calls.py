@@ -7,6 +7,7 @@ the GPU it runs each call once.
 import contextlib
 import dataclasses
 import json
+import pathlib
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,13 +15,15 @@ from collections.abc import Iterator
 from benchmarks import inputs, providers
 from benchmarks.shapes import Case, Shape
 
+ROOT = pathlib.Path(__file__).parents[1]  # where the process finds this package
+
 
 @contextlib.contextmanager
 def in_the_background(name: str, todo: list[Case]) -> Iterator[subprocess.Popen]:
     """Begins the first calls of one implementation, in the order of the cases; ends them with the block."""
     cases = json.dumps([dataclasses.asdict(case) for case in todo])
     command = [sys.executable, "-m", "benchmarks.first_calls", name, cases]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
     try:
         yield process
     finally:

@@ -200,7 +200,7 @@ def _caption(shown: list[Time], record: Results) -> str:
             *_clocks(shown),
             *(f"\n{line}" for line in refusals(_asked_for(record))),
             "",
-            "To measure these again, in under 8 minutes: "
+            "To measure these again, with no case begun after 7 minutes: "
             "`jfla bench --set readme --pass backward --seconds 420 --json FILE.json`.",
         ]
     )
