@@ -10,8 +10,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfla.pallas.context import interpreting
+from jfla.pallas.mgpu import early_compile as _early  # noqa: F401  JAX lowers kernels by its rule
 from jfla.pallas.mgpu import equal_variables as _equal  # noqa: F401  replaces a function of JAX 0.11.2
 from jfla.pallas.mgpu import target as _target  # noqa: F401  Mosaic asks it for the architecture
+from jfla.pallas.mgpu.module_name import name_module
 from jfla.pallas.mgpu.registers import check_registers
 from jfla.pallas.mgpu.types import MemorySpec
 
@@ -56,6 +58,7 @@ def launch(
     position = {id(x): i for i, x in enumerate(operands)}
 
     def entry(*refs: Any) -> None:
+        name_module(name)
         inputs_gmem = structure.unflatten([refs[position[id(x)]] for x in leaves])
         outputs_gmem = out_structure.unflatten(refs[len(operands) :])
 
