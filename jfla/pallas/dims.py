@@ -17,6 +17,14 @@ class Dims(NamedTuple):
     segments: int | None = None  # packed into every row and scanned side by side
     # rows are packed without a number of segments, or their last chunk is not whole
     has_partial_chunks: bool = False
+    may_be_padded: bool = False  # every row from another token on
+
+    @property
+    def are_chains(self) -> bool:
+        """Whether every row of heads is one chain of chunks, padding behind it, and all chains are of one length."""
+        if self.segments is None:
+            return True
+        return self.segments == 1 and (self.batch == 1 or not self.may_be_padded)
 
     @property
     def sequences(self) -> int:
@@ -54,6 +62,7 @@ def dims_of(inputs: Inputs, options: Options | None = None) -> Dims:
         key_dim=inputs.q.shape[-1],
         segments=segments,
         has_partial_chunks=segments is None and _has_partial_chunks(inputs, options),
+        may_be_padded=inputs.segment_ids is not None,
     )
 
 

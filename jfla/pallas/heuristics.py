@@ -118,7 +118,7 @@ def row_is_segment(op: Op, dims: Dims, num_sms: int, bytes_per_us: float) -> boo
     """Whether rows that have chunks which are not whole are read in place, each as one packed segment.
 
     Else all chunks are copied, with zeros where there is no token: as much as a kernel takes where a call is large. In
-    place there are tables to make, and no ring. Time is not split then.
+    place there are tables to make. Time is not split then.
     """
     if not dims.has_partial_chunks or time_splits(dims, num_sms) > 1:
         return False
@@ -252,14 +252,16 @@ def overlap_schedule(
         return Overlap(v_block, 0)
     if dims.segments is not None and not _few_segments(dims, num_sms):
         return _overlap_of_segments(op, dims, num_sms)
-    exclusive = exclusive and dims.segments is None  # of segments there is no ring
+    exclusive = exclusive and dims.are_chains  # else there is no ring
     wgs = intra_wgs(op, dims.key_dim)
     intra_us = _INTRA_US[op.scalar_gate]
     beside_us = intra_us.with_ring if exclusive else intra_us.beside_scan
     one_by_one_us = _one_by_one_us(op, dims, v_block, num_sms, bytes_per_us)
     choices = [(one_by_one_us, Overlap(v_block, 0))]
     for columns in set(v_blocks(dims)):
-        for sequences in _group_sizes(dims, num_sms, exclusive):
+        # The intra-chunk kernel ends at the last chunk that has tokens, which of groups is not the last in order.
+        in_groups = exclusive and dims.segments is None
+        for sequences in _group_sizes(dims, num_sms, in_groups):
             idle_sms = num_sms - sequences * (dims.value_dim // columns)
             if idle_sms <= 0:
                 continue
@@ -292,9 +294,9 @@ def _one_by_one_us(
     return intra_us + scan_us
 
 
-def _group_sizes(dims: Dims, num_sms: int, exclusive: bool) -> list[int]:
-    """Numbers of sequences that a group may have: all, or with a ring any divisor that leaves multiprocessors idle."""
-    if not exclusive:
+def _group_sizes(dims: Dims, num_sms: int, in_groups: bool) -> list[int]:
+    """Numbers of sequences that a group may have: all, or any divisor that leaves multiprocessors idle."""
+    if not in_groups:
         return [dims.sequences]
     most = min(dims.sequences, num_sms)
     return [n for n in range(1, most + 1) if dims.sequences % n == 0]
@@ -305,10 +307,12 @@ def ring_chunks(dims: Dims, overlap: Overlap, num_sms: int) -> int:
 
     The scan's CTAs for all sequences of a group have to be resident, or the intra-chunk kernel would wait for one that
     cannot begin. They begin in the order in which sequences are made, and those of a group take the places of the group
-    before. Packed segments have more CTAs than are resident, and so no ring. KDA's kernel tells that a chunk is ready
-    only when its CTA has room for its next chunk: a ring too short to hold both would deadlock.
+    before. Packed segments have more CTAs than are resident, and so no ring. Padding behind a row's one segment has a
+    CTA that takes the place of the segment's. Where rows differ in length, that of a short row would wait for the end
+    of a long one, whose chunks wait for room in the short one's ring. KDA's kernel tells that a chunk is ready only
+    when its CTA has room for its next chunk: a ring too short to hold both would deadlock.
     """
-    if not overlap.num_ctas or dims.segments is not None:
+    if not overlap.num_ctas or not dims.are_chains:
         return 0
     sequences = overlap.sequences_per_group or dims.sequences
     scan_ctas = sequences * -(-dims.value_dim // overlap.v_block)

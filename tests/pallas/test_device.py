@@ -146,6 +146,27 @@ def test_rows_are_one_packed_segment_where_copies_take_long(call):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("op", ["kda", "gdn"])
+@pytest.mark.parametrize(("batch", "segments"), [(1, 0), (2, 0), (1, 5)])
+def test_a_ring_gives_rows_in_place_the_same_bits(op, batch, segments):
+    """Also of a row of segments that ends in much padding, which is scanned by CTAs of its own."""
+    sizes = {"time": 4000, "heads": 32 // batch, "key_dim": 128, "value_dim": 128}
+    call = Call(op, "raw", batch=batch, segments=segments, group=1, **sizes)
+    arrays, rest = inputs(call)
+    if segments:
+        rest["segment_ids"] = rest["segment_ids"].at[:, 2500:].set(0)
+    main, more = main_and_rest(arrays)
+    found = []
+    for different in ({"overlap_ctas": 0}, {"ring_chunks": 0}, {}):
+        chunk = scheduled(op, interpret=False, in_place=True, **different)
+        forward = jax.jit(lambda main, more, chunk=chunk: chunk(*main, **more, **rest))
+        found.append((forward(main, more).output, results(chunk, arrays, rest)))
+    one_by_one, *side_by_side = jax.tree.map(np.asarray, found)
+    for other in side_by_side:
+        jax.tree.map(np.testing.assert_array_equal, one_by_one, other)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("segments", [0, 20])
 def test_spans_of_time_one_after_the_other_give_the_bits_of_the_whole(segments):
     sizes = {"batch": 2, "time": 2048, "heads": 8, "key_dim": 128, "value_dim": 128}

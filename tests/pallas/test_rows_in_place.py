@@ -73,9 +73,10 @@ def test_rows_are_read_in_place_where_copies_take_long(
     partial = whole._replace(has_partial_chunks=True)
     found = schedule(OPS[op], partial)
     assert found.row_is_segment == in_place
-    assert bool(found.ring_chunks) == (not in_place and found.time_splits == 1)
+    assert bool(found.ring_chunks) == (found.time_splits == 1)
     # A scan of one row is as long as that of a call of whole chunks, and has as much of V.
     assert found.overlap_v_block == schedule(OPS[op], whole).overlap_v_block
+    assert found.ring_chunks == schedule(OPS[op], whole).ring_chunks
     assert not row_is_segment(OPS[op], whole, 132, 4.3e6)
 
 
@@ -114,13 +115,21 @@ def test_a_part_reads_rows_as_the_whole_call_does(in_place: bool):
     assert found.num_spans == 0
 
 
-@pytest.mark.parametrize(("batch", "v_block", "ctas"), [(1, 64, 68), (8, 128, 76)])
-def test_few_rows_overlap_as_whole_chunks_do(batch: int, v_block: int, ctas: int):
-    """Without a ring. Many overlap as packed segments do."""
-    dims = Dims(batch, 32, 65, 128, 128, segments=1)
+@pytest.mark.parametrize(
+    ("batch", "heads", "may_be_padded", "expected"),
+    [
+        (1, 32, True, (64, 68, 8)),
+        (2, 16, False, (64, 68, 8)),
+        (2, 16, True, (64, 68, 0)),  # one row may end in padding before the other
+        (8, 32, False, (128, 76, 0)),
+    ],
+)
+def test_few_rows_overlap_as_whole_chunks_do(batch, heads, may_be_padded, expected):
+    """Many overlap as packed segments do."""
+    dims = Dims(batch, heads, 65, 128, 128, 1, may_be_padded=may_be_padded)
     found = schedule(OPS["gdn"], dims)
-    assert (found.overlap_v_block, found.overlap_ctas) == (v_block, ctas)
-    assert found.ring_chunks == 0
+    lead = (found.overlap_v_block, found.overlap_ctas, found.ring_chunks)
+    assert lead == expected
 
 
 def test_the_call_that_the_kernels_make_is_that_of_a_packed_row():
