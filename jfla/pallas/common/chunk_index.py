@@ -26,6 +26,8 @@ class ChunkIndex(NamedTuple):
     chunk: Index
     places: Gmem = None  # `places_of` rows that the kernel reads
     n_chunks: int | None = None  # N, static, where an array may be a ring
+    # its place among inputs, or among results, where that was read ahead
+    place_ahead: Callable[[], Index] | None = None
 
     @property
     def number(self) -> tuple[Index, Index, Index]:
@@ -43,6 +45,20 @@ class ChunkIndex(NamedTuple):
         chunk = lax.rem(self.chunk, jnp.int32(size)) if in_ring else self.chunk
         return ref_gmem.at[self.batch, self.head, chunk]
 
+    def place(self, column: int) -> Index:
+        """`SegmentChunks.places` of the chunk: an access to global memory, unless it was read ahead."""
+        if self.place_ahead is not None:
+            return self.place_ahead()
+        return self.places[self.batch, self.chunk, column]
+
+    def read_place(self, column: int) -> Index | None:
+        """The same, to be read ahead; None where all chunks are whole."""
+        return None if self.places is None else self.place(column)
+
+    def at_place(self, place: Index | None) -> "ChunkIndex":
+        """The chunk with its place as `read_place` gave it, for rows of one kind."""
+        return self if place is None else self._replace(place_ahead=lambda: place)
+
     def for_rows(
         self,
         ref_gmem: Rows,
@@ -57,9 +73,7 @@ class ChunkIndex(NamedTuple):
         head = lax.div(self.head, jnp.int32(value_heads // ref_gmem.shape[2]))
         if not isinstance(ref_gmem, PackedRows):
             return use(ref_gmem.at[self.batch, self.tokens, head, columns])
-        place = self.places[
-            self.batch, self.chunk, INPUTS if ref_gmem.is_input else RESULTS
-        ]
+        place = self.place(INPUTS if ref_gmem.is_input else RESULTS)
 
         def in_place() -> Any:
             return use(

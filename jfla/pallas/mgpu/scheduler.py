@@ -1,7 +1,7 @@
 """A persistent tile scheduler: CTAs that stay on their multiprocessor and take tiles in a stride of the whole grid."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -21,6 +21,8 @@ class WorkTile(NamedTuple):
     iteration: Index
     zero: Index
     scheduler: "TileScheduler"
+    # of the warpgroup's tiles, where the scheduler has a limit: to compare with it would take one more register
+    count: Index | None = None
 
     @property
     def next_index(self) -> Index:
@@ -32,6 +34,8 @@ class WorkTile(NamedTuple):
 
     @property
     def has_next(self) -> Index:
+        if self.count is not None:
+            return self.iteration + 1 < self.count
         return self.next_index < self.scheduler.end
 
     @property
@@ -85,19 +89,26 @@ class TileScheduler(NamedTuple):
 
     def for_each_tile(
         self,
-        body: Callable[[WorkTile], None],
+        body: Callable[..., Any],
         cta: Index,
         wg: Index,
+        carry: Any = None,
     ) -> Index:
-        """Runs `body` on every tile of a warpgroup and returns the index of its last one."""
+        """Runs `body(tile)` on every tile of a warpgroup and returns the index of its last one.
+
+        With a `carry`, which goes from tile to tile, it is `carry = body(tile, carry)`.
+        """
         first = self._first_index(cta, wg)
-        count = self.tile_count(cta, wg)
+        num_tiles = self.tile_count(cta, wg)
 
-        def step(i: Index, _: None) -> None:
-            body(WorkTile(first + i * self.grid_stride, i, opaque_zero(), self))
+        def step(i: Index, carry: Any) -> Any:
+            count = None if self.limit is None else num_tiles
+            index = first + i * self.grid_stride
+            tile = WorkTile(index, i, opaque_zero(), self, count)
+            return body(tile) if carry is None else body(tile, carry)
 
-        lax.fori_loop(0, count, step, None)
-        return first + (count - 1) * self.grid_stride
+        lax.fori_loop(0, num_tiles, step, carry)
+        return first + (num_tiles - 1) * self.grid_stride
 
     def _first_index(self, cta: Index, wg: Index) -> Index:
         return cta * self.wgs_per_cta + wg

@@ -31,7 +31,7 @@ from jfla.pallas.common.intra_gdn.smem import (
     intra_gdn_storage,
     output_shapes,
 )
-from jfla.pallas.common.packed_rows import Rows, places_of
+from jfla.pallas.common.packed_rows import INPUTS, Rows, places_of
 from jfla.pallas.common.qk_tiles import K, Q, QkOptions
 from jfla.pallas.common.results import IntraResults
 from jfla.pallas.common.token_decay import pair_decay
@@ -157,7 +157,10 @@ def intra_of_chunk(
 ) -> None:
     """Everything that a warpgroup does with a chunk, each part with addresses of its own."""
     index = ctx.index
+    # Read here, the place of the next chunk has arrived when this chunk has.
+    next_place = ctx.next_place()
     load_tokens(ctx, gmem, ready_flags)
+    ctx.keep_place(next_place)
     write_row_factors(ctx)
     commit_smem()
     store_tile(ctx.vectors.factors, index.tile(out_gmem.factors))
@@ -205,6 +208,10 @@ def intra_gdn(
         def _():
             write_iota(smem.vectors.iota.at[wg])
             tiles = scheduler.up_to(spec.grid.used_tiles(gmem.q))
+            if smem.places is not None:
+                first = scheduler.first(cta, wg).tile_index
+                first = jnp.minimum(first, spec.grid.num_tiles - 1)
+                smem.places[wg] = spec.grid(first, places_of(gmem.q)).place(INPUTS)
             tiles.for_each_tile(work_on, cta, wg)
 
         wait_for_stores()
@@ -220,7 +227,7 @@ def intra_gdn(
         num_ctas=scheduler.num_ctas,
         num_warpgroups=spec.wgs_per_cta,
         registers=(),
-        smem=intra_gdn_storage(spec),
+        smem=intra_gdn_storage(spec, q),
         barriers=intra_gdn_barriers(spec),
         body=body,
     )

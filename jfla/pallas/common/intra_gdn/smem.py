@@ -6,11 +6,12 @@ From shapes to allocations, and in the kernel to each warpgroup's own parts of t
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
 from jfla.pallas.common.chunk_index import TILE_K, ChunkGrid, ChunkIndex
-from jfla.pallas.common.packed_rows import Rows
+from jfla.pallas.common.packed_rows import INPUTS, Rows, places_of
 from jfla.pallas.common.qk_tiles import QkOptions, QkTiles
 from jfla.pallas.common.results import RingChunks
 from jfla.pallas.context import interpreting
@@ -98,6 +99,8 @@ class SharedStorage(NamedTuple):
     q: Smem
     k: Smem
     vectors: TokenVectors
+    # [wgs] int32: of the rows that the warpgroup copies next, where they are packed
+    places: Smem
 
 
 class Barriers(NamedTuple):
@@ -122,7 +125,21 @@ class IntraGdnWarpgroup(NamedTuple):
 
     @property
     def index(self) -> ChunkIndex:
-        return self.spec.grid(self.work.tile_index + self.work.zero, self.places)
+        index = self.spec.grid(self.work.tile_index + self.work.zero, self.places)
+        if self.smem.places is None:
+            return index
+        return index._replace(place_ahead=lambda: self.smem.places[self._row])
+
+    def next_place(self) -> Index | None:
+        """Of the next chunk, from global memory; of this one if it is the last."""
+        work = self.work
+        tile_index = jnp.where(work.has_next, work.next_index, work.tile_index)
+        return self.spec.grid(tile_index, self.places).read_place(INPUTS)
+
+    def keep_place(self, place: Index | None) -> None:
+        """For the copies of the next chunk."""
+        if place is not None:
+            self.smem.places[self._row] = place
 
     @property
     def vectors(self) -> TokenVectors:
@@ -205,7 +222,7 @@ def output_shapes(spec: IntraGdnSpec, ring: RingChunks) -> IntraGdnOutputs:
     )
 
 
-def intra_gdn_storage(spec: IntraGdnSpec) -> SharedStorage:
+def intra_gdn_storage(spec: IntraGdnSpec, q: Rows) -> SharedStorage:
     def vectors(*rows: int) -> MemorySpec:
         return plgpu.SMEM((spec.wgs_per_cta, *rows, CHUNK), F32)
 
@@ -220,6 +237,9 @@ def intra_gdn_storage(spec: IntraGdnSpec) -> SharedStorage:
             factors=vectors(4),
             iota=iota_smem(spec.wgs_per_cta, CHUNK),
         ),
+        places=None
+        if places_of(q) is None
+        else plgpu.SMEM((spec.wgs_per_cta,), jnp.int32),
     )
 
 

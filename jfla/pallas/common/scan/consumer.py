@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfla.pallas.common.chunk_index import TILE_V
-from jfla.pallas.common.packed_rows import SegmentTable
+from jfla.pallas.common.packed_rows import RESULTS, SegmentTable
 from jfla.pallas.common.scan.cta import ScanCta, StepRange
 from jfla.pallas.common.scan.spec import ChunkTiles, is_state
 from jfla.pallas.common.token_decay import TokenDecay
@@ -73,11 +73,10 @@ class ScanConsumer(ScanCta):
 
     def scan(self, steps: StepRange, wg: Index) -> None:
         """Scans chunks of one state."""
-        few_registers = self.smem.state is not None
         state = self.first_state(self.addressed_anew(wg))
 
         def step(i: Index, state: Reg) -> Reg:
-            zero = opaque_zero() if few_registers else 0
+            zero = opaque_zero() if self.few_registers else 0
             if self.checkpoints is not None:
                 self.store_checkpoint(i, state, wg + zero)
             if self.gmem.added is not None:
@@ -156,6 +155,7 @@ class ScanConsumer(ScanCta):
     def consume_chunk(self, i: Index, state: Reg, wg: Index, zero: Index) -> Reg:
         """Waits for a step's chunk, steps, gives its stage back and starts the copies of what was stored."""
         stage = self.stage(i, zero)
+        place = self.place_ahead(self.span_chunk(i), RESULTS)
         self.wait_for_chunk(i, stage)
         self.ready_flags.release(self.span_chunk(i).number)
         stored: list[int] = []
@@ -181,10 +181,10 @@ class ScanConsumer(ScanCta):
 
             @pl.when(i + self.config.stages < self.steps.end)
             def _():
-                self.copy_chunk(i + self.config.stages, stage)
+                self.copy_chunk(self.global_chunk(i + self.config.stages), stage)
 
         for which in stored:
-            self.store_staged(which, i, wg)
+            self.store_staged(which, i, wg, place)
         return state
 
     def wait_for_chunk(self, i: Index, stage: Index) -> None:
@@ -217,10 +217,12 @@ class ScanConsumer(ScanCta):
             jnp.minimum(self.steps.first + self.config.stages, self.steps.end),
         )
         def _(i):
-            self.copy_chunk(i, self.stage(i))
+            self.copy_chunk(self.global_chunk(i), self.stage(i))
 
-    def store_staged(self, which: int, i: Index, wg: Index) -> None:
-        """Starts the store of what is staged of a step's chunk."""
+    def store_staged(
+        self, which: int, i: Index, wg: Index, place: Index | None
+    ) -> None:
+        """Starts the store of what is staged of a step's chunk; `place` is that of its rows, if it was read ahead."""
         staged = self.smem.staging[which].at[wg]
         out = self.stores[which]
         columns = self.columns(wg)
@@ -230,7 +232,7 @@ class ScanConsumer(ScanCta):
         in_span = self.spec.outputs.stores[which] is not None
         chunk = self.span_chunk(i) if in_span else self.global_chunk(i)
         store = functools.partial(store_tile, staged)
-        chunk.for_rows(out, self.spec.value_heads, columns, store)
+        chunk.at_place(place).for_rows(out, self.spec.value_heads, columns, store)
 
     def store_checkpoint(self, i: Index, state: Reg, wg: Index) -> None:
         """Stores the state where a span of time begins."""

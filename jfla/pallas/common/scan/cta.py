@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfla.pallas.common.chunk_index import TILE_V, ChunkIndex
-from jfla.pallas.common.packed_rows import places_of
+from jfla.pallas.common.packed_rows import INPUTS, places_of
 from jfla.pallas.common.scan.spec import (
     GmemOperands,
     ScanConfig,
@@ -91,6 +91,15 @@ class ScanCta(NamedTuple):
             return zero
         return lax.rem(i, jnp.int32(self.config.stages))
 
+    @property
+    def few_registers(self) -> bool:
+        """Whether the state takes all of them, and its left operand lies in shared memory."""
+        return self.smem.state is not None
+
+    def place_ahead(self, chunk: ChunkIndex, column: int) -> Index | None:
+        """`chunk.read_place`, where a register is left to keep it until it is used; else None."""
+        return None if self.few_registers else chunk.read_place(column)
+
     # The producer.
 
     def run_producer(self) -> None:
@@ -102,23 +111,24 @@ class ScanCta(NamedTuple):
         @pl.loop(first, jnp.minimum(first + stages, end))
         def _prologue(i):
             self.ready_flags.wait(self.span_chunk(i).number)
-            self.copy_chunk(i, self.stage(i))
+            self.copy_chunk(self.global_chunk(i), self.stage(i))
 
         @pl.loop(first, end - stages)
         def _steady(i):
+            chunk = self.global_chunk(i + stages)
+            chunk = chunk.at_place(self.place_ahead(chunk, INPUTS))
             # The flag first: that wait is long, and the stage is empty by then.
             self.ready_flags.wait(self.span_chunk(i + stages).number)
             plgpu.barrier_wait(self.barriers.empty.at[self.stage(i)])
-            self.copy_chunk(i + stages, self.stage(i))
+            self.copy_chunk(chunk, self.stage(i))
 
         # Every arrival has to be observed, or the barrier is left in the wrong phase.
         @pl.loop(jnp.maximum(end - stages, first), end)
         def _drain(i):
             plgpu.barrier_wait(self.barriers.empty.at[self.stage(i)])
 
-    def copy_chunk(self, i: Index, stage: Index) -> None:
-        """Starts the copies of a step's chunk into a pipeline stage."""
-        chunk = self.global_chunk(i)
+    def copy_chunk(self, chunk: ChunkIndex, stage: Index) -> None:
+        """Starts the copies of a chunk, by its number among all chunks, into a pipeline stage."""
         gmem = self.gmem.chunks
         smem = self.smem.chunks
         full = self.full(stage)

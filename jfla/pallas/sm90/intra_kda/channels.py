@@ -54,12 +54,14 @@ from jfla.pallas.sm90.intra_kda.smem import (
 from jfla.types import CHUNK
 
 
-def channel_warpgroup(ctx: IntraKdaWarpgroup, outputs: IntraKdaOutputs) -> None:
-    """Everything that a channel warpgroup does with its channels of a chunk."""
+def channel_warpgroup(ctx: IntraKdaWarpgroup, outputs: IntraKdaOutputs) -> Index | None:
+    """Everything that a channel warpgroup does with its channels of a chunk; returns the place of the next."""
     load_decays(ctx)
+    # Carried to the next chunk: read there, an access to global memory would come before those to its decays.
+    next_place = ctx.next_place()
     # The stores of the chunk before read tiles that are written from here on, and slots of the next chunk.
     wait_for_stores(read_only=True)
-    ctx.prefetch_next_qk()
+    ctx.prefetch_next_qk(next_place)
     write_block_decays(ctx, outputs.with_pairs)
     if outputs.with_pairs:
         begin_pass(ctx)
@@ -75,6 +77,7 @@ def channel_warpgroup(ctx: IntraKdaWarpgroup, outputs: IntraKdaOutputs) -> None:
     start_stores(ctx.recompute_addresses(), outputs)
     if outputs.with_pairs:
         further_passes(ctx)
+    return next_place
 
 
 def load_decays(ctx: IntraKdaWarpgroup) -> None:

@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfla.pallas.common.chunk_index import CHANNEL_BLOCK, TILE_K, ChunkGrid, PartGrid
 from jfla.pallas.common.decay_sums import block_spans, stack_matrices
-from jfla.pallas.common.packed_rows import places_of
+from jfla.pallas.common.packed_rows import INPUTS, places_of
 from jfla.pallas.common.qk_tiles import QkgOperands, QkOptions, QkTiles
 from jfla.pallas.common.results import IntraResults, RingChunks
 from jfla.pallas.mgpu.overlap import Kernel, PendingResults, ReadyFlags
@@ -39,7 +39,7 @@ from jfla.pallas.sm90.intra_kda.sum_blocks import sum_blocks
 from jfla.stages import DecayedQK, IntraChunk
 from jfla.types import CHUNK
 
-WarpgroupAt = Callable[[WorkTile], IntraKdaWarpgroup]
+WarpgroupAt = Callable[..., IntraKdaWarpgroup]
 
 
 def intra_kda(
@@ -74,12 +74,14 @@ def intra_kda(
     ) -> None:
         wg = lax.axis_index("wg")
 
-        def ctx_at(work_tile: WorkTile) -> IntraKdaWarpgroup:
+        def ctx_at(
+            work_tile: WorkTile, place: Index | None = None
+        ) -> IntraKdaWarpgroup:
             slot = work_tile.iteration & 1
             part = grid(work_tile.tile_index, places_of(gmem.qkg.q))
             qk = QkTiles(
                 options,
-                part.index,
+                part.index.at_place(place),
                 value_heads,
                 num_tiles,
                 smem.q.at[slot],
@@ -191,10 +193,10 @@ def _run_channel_warpgroup(
 
     plgpu.barrier_wait(matrices_full)
 
-    def step(work_tile: WorkTile) -> None:
-        channel_warpgroup(ctx_at(work_tile), outputs)
+    def step(work_tile: WorkTile, place: Index | None = None) -> Index | None:
+        return channel_warpgroup(ctx_at(work_tile, place), outputs)
 
-    scheduler.for_each_tile(step, cta, 0)
+    scheduler.for_each_tile(step, cta, 0, first.part.index.read_place(INPUTS))
     finish(first, outputs)
 
 

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from jfla.pallas.common.chunk_index import TILE_K, ChunkIndex, ChunkPart, PartGrid
 from jfla.pallas.common.decay_sums import IN_BLOCK, NUM_BLOCK_SPANS, TO_NEXT_BLOCK
-from jfla.pallas.common.packed_rows import places_of
+from jfla.pallas.common.packed_rows import INPUTS, places_of
 from jfla.pallas.common.pair_passes import BLOCK, NUM_BLOCKS, SHIFT, passes_of
 from jfla.pallas.common.qk_tiles import QkgOperands, QkOptions, QkTiles
 from jfla.pallas.context import interpreting
@@ -264,12 +264,20 @@ class IntraKdaWarpgroup(NamedTuple):
             resets = qkg.resets.at[index.batch, index.tokens]
             copies.start(resets, self.smem.resets.at[slot, tile])
 
-    def prefetch_next_qk(self) -> None:
-        """The same for the next chunk of this CTA, if there is one."""
+    def next_place(self) -> Index | None:
+        """Of the next chunk of this CTA, among the inputs; of this one if it is the last."""
+        work = self.work_tile
+        tile_index = jnp.where(work.has_next, work.next_index, work.tile_index)
+        part = self.grid(tile_index, places_of(self.gmem.qkg.q))
+        return part.index.read_place(INPUTS)
+
+    def prefetch_next_qk(self, place: Index | None) -> None:
+        """The same for the next chunk of this CTA, if there is one, whose `next_place` is given."""
 
         @pl.when(self.work_tile.has_next)
         def _():
             part = self.grid(self.work_tile.next_index, places_of(self.gmem.qkg.q))
+            part = part._replace(index=part.index.at_place(place))
             self.prefetch_qk(part, self.work_tile.iteration + 1)
 
     def prefetch_beta(self) -> None:
