@@ -34,8 +34,11 @@ def test_kernels_are_the_same_bytes_whatever_was_lowered_before():
 
 
 def test_nothing_is_compiled_early_for_a_described_gpu(monkeypatch):
+    """Also where there is a GPU, which is not that one."""
     begun = {}
     monkeypatch.setattr(early_compile, "_BEGUN", begun)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "local_devices", lambda **_: jax.devices())
     _lowered(3)
     assert begun == {}
 

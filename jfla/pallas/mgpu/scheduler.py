@@ -21,12 +21,17 @@ class WorkTile(NamedTuple):
     iteration: Index
     zero: Index
     scheduler: "TileScheduler"
-    # of the warpgroup's tiles, where the scheduler has a limit: to compare with it would take one more register
+    # of the warpgroup's tiles, where the scheduler has a limit: `has_next` would keep that limit in a register
     count: Index | None = None
 
     @property
     def next_index(self) -> Index:
         return self.tile_index + self.scheduler.grid_stride
+
+    @property
+    def next_or_last_index(self) -> Index:
+        """The next tile, or this one if it is the last: what is read ahead is of a tile that there is."""
+        return jnp.where(self.has_next, self.next_index, self.tile_index)
 
     @property
     def previous_index(self) -> Index:

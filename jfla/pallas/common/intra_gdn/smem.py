@@ -132,12 +132,11 @@ class IntraGdnWarpgroup(NamedTuple):
 
     def next_place(self) -> Index | None:
         """Of the next chunk, from global memory; of this one if it is the last."""
-        work = self.work
-        tile_index = jnp.where(work.has_next, work.next_index, work.tile_index)
-        return self.spec.grid(tile_index, self.places).read_place(INPUTS)
+        index = self.spec.grid(self.work.next_or_last_index, self.places)
+        return index.read_place(INPUTS)
 
     def keep_place(self, place: Index | None) -> None:
-        """For the copies of the next chunk."""
+        """Writes the place of the next chunk to shared memory, where the copies of that chunk find it."""
         if place is not None:
             self.smem.places[self._row] = place
 

@@ -155,7 +155,7 @@ class ScanConsumer(ScanCta):
     def consume_chunk(self, i: Index, state: Reg, wg: Index, zero: Index) -> Reg:
         """Waits for a step's chunk, steps, gives its stage back and starts the copies of what was stored."""
         stage = self.stage(i, zero)
-        place = self.place_ahead(self.span_chunk(i), RESULTS)
+        place = self.read_ahead(self.span_chunk(i), RESULTS)
         self.wait_for_chunk(i, stage)
         self.ready_flags.release(self.span_chunk(i).number)
         stored: list[int] = []

@@ -96,7 +96,7 @@ class ScanCta(NamedTuple):
         """Whether the state takes all of them, and its left operand lies in shared memory."""
         return self.smem.state is not None
 
-    def place_ahead(self, chunk: ChunkIndex, column: int) -> Index | None:
+    def read_ahead(self, chunk: ChunkIndex, column: int) -> Index | None:
         """`chunk.read_place`, where a register is left to keep it until it is used; else None."""
         return None if self.few_registers else chunk.read_place(column)
 
@@ -116,7 +116,7 @@ class ScanCta(NamedTuple):
         @pl.loop(first, end - stages)
         def _steady(i):
             chunk = self.global_chunk(i + stages)
-            chunk = chunk.at_place(self.place_ahead(chunk, INPUTS))
+            chunk = chunk.at_place(self.read_ahead(chunk, INPUTS))
             # The flag first: that wait is long, and the stage is empty by then.
             self.ready_flags.wait(self.span_chunk(i + stages).number)
             plgpu.barrier_wait(self.barriers.empty.at[self.stage(i)])

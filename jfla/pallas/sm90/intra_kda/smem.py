@@ -266,9 +266,8 @@ class IntraKdaWarpgroup(NamedTuple):
 
     def next_place(self) -> Index | None:
         """Of the next chunk of this CTA, among the inputs; of this one if it is the last."""
-        work = self.work_tile
-        tile_index = jnp.where(work.has_next, work.next_index, work.tile_index)
-        part = self.grid(tile_index, places_of(self.gmem.qkg.q))
+        places = places_of(self.gmem.qkg.q)
+        part = self.grid(self.work_tile.next_or_last_index, places)
         return part.index.read_place(INPUTS)
 
     def prefetch_next_qk(self, place: Index | None) -> None:
