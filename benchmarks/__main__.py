@@ -5,7 +5,7 @@ import pathlib
 import sys
 import time
 
-from benchmarks import report, runner
+from benchmarks import report, runner, spread
 from benchmarks.providers import PROVIDERS, unavailable
 from benchmarks.shapes import GATES, OPS, PASSES, SETS
 
@@ -39,6 +39,12 @@ def _arguments() -> argparse.Namespace:
         default=float("inf"),
         help="begin no case after that time",
     )
+    add("--gpus", type=int, default=1, help="share the cases between so many")
+    add(
+        "--first-calls-done",
+        action="store_true",
+        help="an earlier run left all kernels on disk",
+    )
     add("--commit", help="the commit, where there is no git to ask")
     add(
         "--merge",
@@ -68,6 +74,7 @@ def main() -> None:
         seconds=arguments.seconds,
         commit=arguments.commit,
         shapes=tuple(arguments.shapes),
+        first_calls_done=arguments.first_calls_done,
     )
     for name in PROVIDERS:
         if reason := unavailable(name):
@@ -77,10 +84,13 @@ def main() -> None:
         print(f"{time.monotonic() - began:6.0f} s  {done}/{total}  {text}", flush=True)
 
     try:
-        results = runner.run(plan, say)
+        several = arguments.gpus > 1
+        results = spread.run(plan, arguments.gpus) if several else runner.run(plan, say)
     except ValueError as error:
         sys.exit(f"error: {error}")
     report.show(results)
 
 
-main()
+# Processes of `spread` import this module.
+if __name__ == "__main__":
+    main()

@@ -8,7 +8,7 @@ import math
 import os
 import pathlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -22,6 +22,7 @@ from benchmarks.results import Results, Row
 from benchmarks.shapes import GATES, OPS, PASSES, SETS, Case, cases, chosen
 
 Notify = Callable[[int, int, str], None]  # done, total, what comes next
+Take = Callable[[list[Case]], Iterable[Case]]  # of all cases those to measure here
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +45,7 @@ class Plan:
     seconds: float = float("inf")  # no case is begun after that time
     commit: str | None = None  # where there is no git to ask
     shapes: tuple[str, ...] = ()  # by their names
+    first_calls_done: bool = False  # kernels lie on disk; no first call is timed
 
     def filled(self) -> "Plan":
         """With every default filled in. Raises `ValueError` naming the option at fault."""
@@ -92,8 +94,8 @@ def share_memory() -> None:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
-def run(plan: Plan, notify: Notify) -> Results:
-    """Measures all that the plan asks for.
+def run(plan: Plan, notify: Notify, take: Take = iter) -> Results:
+    """Measures all that the plan asks for, or what `take` gives of it.
 
     Rows that `plan.json` holds already are kept, unless measured again. Raises `ValueError` for a
     plan that cannot be run.
@@ -107,9 +109,9 @@ def run(plan: Plan, notify: Notify) -> Results:
     exact = Exact(gradients=any(case.timed == "forward+backward" for case in todo))
     with contextlib.ExitStack() as background:
         for name in plan.implementations:
-            if PROVIDERS[name].compiles_long:
+            if PROVIDERS[name].compiles_long and not plan.first_calls_done:
                 background.enter_context(first_calls.in_the_background(name, todo))
-        for number, case in enumerate(todo):
+        for number, case in enumerate(take(todo)):
             if time.monotonic() - began > plan.seconds:
                 left = len(todo) - number
                 text = f"stopped after {plan.seconds:.0f} s, {left} cases left"
@@ -117,6 +119,8 @@ def run(plan: Plan, notify: Notify) -> Results:
                 break
             say = functools.partial(notify, number, len(todo))
             for row in _case_rows(case, plan, record, exact, say):
+                if plan.first_calls_done:
+                    row.compile_seconds = None
                 record.add(row)
             if plan.json is not None:
                 record.write(plan.json)
