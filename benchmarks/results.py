@@ -98,11 +98,13 @@ class Results:
         self.rows = [old for old in self.rows if old.key != row.key] + [row]
 
     def write(self, path: pathlib.Path) -> None:
-        """Writes JSON with one row a line."""
+        """Writes JSON with one row a line, whole or not at all."""
         head = dataclasses.asdict(self) | {"ceilings": self.ceilings._asdict()}
         rows = ",\n".join(f"  {json.dumps(_rounded(row))}" for row in head.pop("rows"))
         text = json.dumps(_rounded(head), indent=1).removesuffix("\n}")
-        path.write_text(f'{text},\n "rows": [\n{rows}\n ]\n}}\n')
+        beside = path.with_suffix(".partial")
+        beside.write_text(f'{text},\n "rows": [\n{rows}\n ]\n}}\n')
+        beside.replace(path)
 
 
 def read(path: pathlib.Path) -> Results:
