@@ -22,6 +22,7 @@ from jax import lax
 from jaxtyping import Array
 
 from benchmarks import inputs
+from benchmarks.alone import alone
 from benchmarks.inputs import MAIN, Arrays
 from benchmarks.programs import Program, Results
 from benchmarks.shapes import Case, Op
@@ -121,8 +122,10 @@ def _started(case: Case, arrays: Arrays) -> Callable[[], References]:
 
     def finish() -> References:
         with jax.enable_x64(True):
-            found = compile_()(cut)
-            return {name: np.asarray(x) for name, x in found.items()}
+            compiled = compile_()
+            with alone():
+                found = compiled(cut)
+                return {name: np.asarray(x) for name, x in found.items()}
 
     return finish
 

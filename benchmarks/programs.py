@@ -29,6 +29,10 @@ class Program(Protocol):
         """The arrays as the library takes them; not timed."""
         ...
 
+    def compile(self, loaded: Any) -> None:
+        """What `first` does before it needs the device, where a library has a call for that."""
+        ...
+
     def first(self, loaded: Any) -> Results:
         """Compiles, or tunes, and runs once; sets `compile_seconds` and `peak_bytes`."""
         ...
@@ -66,6 +70,7 @@ class JaxProgram:
 
     compile_seconds = 0.0
     peak_bytes: int | None = None
+    _compiled: Any = None
 
     def __init__(
         self,
@@ -82,14 +87,21 @@ class JaxProgram:
     def load(self, arrays: Arrays) -> Any:
         return jax.block_until_ready(self._arrange(arrays))
 
-    def first(self, loaded: Any) -> Results:
+    def compile(self, loaded: Any) -> None:
         start = time.perf_counter()
-        self._compiled = self._jitted().lower(*self._arguments(loaded)).compile()
-        results = jax.block_until_ready(self(loaded))
+        compiled = self._jitted().lower(*self._arguments(loaded)).compile()
         self.compile_seconds = time.perf_counter() - start
-        memory = self._compiled.memory_analysis()
+        memory = compiled.memory_analysis()
         if memory is not None:
             self.peak_bytes = memory.temp_size_in_bytes + memory.output_size_in_bytes
+        self._compiled = compiled
+
+    def first(self, loaded: Any) -> Results:
+        if self._compiled is None:
+            self.compile(loaded)
+        start = time.perf_counter()
+        results = jax.block_until_ready(self(loaded))
+        self.compile_seconds += time.perf_counter() - start
         return results
 
     def _jitted(self) -> Any:
@@ -172,6 +184,9 @@ class TorchProgram:
         return self._arrange(
             {name: self._torch.from_dlpack(x) for name, x in arrays.items()}
         )
+
+    def compile(self, loaded: dict[str, Any]) -> None:
+        pass
 
     def first(self, loaded: dict[str, Any]) -> Results:
         """The second call tells the memory: the first one tunes, on tensors of its own."""

@@ -23,6 +23,7 @@ class Provider(NamedTuple):
     `packages` must be importable; `build` makes the program of a case or raises `Refused`.
     `tunes`: its first call may time kernels, and wants the device for itself.
     `compiles_long`: its kernels take minutes to compile, and stay on disk for other processes.
+    `on_disk`: what it compiles stays on disk, and takes longer than to begin a process.
     """
 
     build: Callable[[Case], Program]
@@ -30,6 +31,7 @@ class Provider(NamedTuple):
     ours: bool = False
     tunes: bool = True
     compiles_long: bool = False
+    on_disk: bool = False
 
 
 def jax_program(op: Callable[..., jfla.DeltaRuleOutput], case: Case) -> JaxProgram:
@@ -176,20 +178,24 @@ PROVIDERS: dict[str, Provider] = {
     "pallas": Provider(_pallas, ours=True, tunes=False),
     "pallas_chain": Provider(_pallas_chain, ours=True, tunes=False),
     "pallas_states": Provider(_pallas_states, ours=True, tunes=False),
-    "xla": Provider(_xla, ours=True),
+    "xla": Provider(_xla, ours=True, on_disk=True),
     "scan": Provider(_scan, ours=True),
-    "mma": Provider(_mma, ours=True, tunes=False),
-    "fla": Provider(_peer("peer_fla"), ("torch", "triton", "fla")),
+    "mma": Provider(_mma, ours=True, tunes=False, on_disk=True),
+    "fla": Provider(_peer("peer_fla"), ("torch", "triton", "fla"), on_disk=True),
     "fla_kernels": Provider(
         _peer("peer_fla_kernels"), ("torch", "triton", "fla", "jax_triton")
     ),
     "flash_qla": Provider(
-        _peer("peer_flash_qla"), ("torch", "tilelang", "flash_qla"), compiles_long=True
+        _peer("peer_flash_qla"),
+        ("torch", "tilelang", "flash_qla"),
+        compiles_long=True,
+        on_disk=True,
     ),
     "flashinfer": Provider(_peer("peer_flashinfer"), ("torch", "flashinfer")),
     "cudnn": Provider(_peer("peer_cudnn"), ("torch", "cudnn")),
-    "tokamax": Provider(_peer("peer_tokamax"), ("tokamax",)),
-    "jla": Provider(_peer("peer_jla"), ("jla",)),
+    "tokamax": Provider(_peer("peer_tokamax"), ("tokamax",), on_disk=True),
+    # All its products are in kernels of its own, so XLA has none to time.
+    "jla": Provider(_peer("peer_jla"), ("jla",), tunes=False),
 }
 DISTRIBUTIONS = {
     "jfla": "jfla",

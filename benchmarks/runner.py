@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from benchmarks import ceilings, first_calls, inputs, measure, overview, results
+from benchmarks.alone import alone
 from benchmarks.exact import Exact
 from benchmarks.inputs import Arrays
 from benchmarks.programs import Program, Refused
@@ -105,7 +106,9 @@ def run(plan: Plan, notify: Notify, take: Take = iter) -> Results:
     plan = plan.filled()
     shapes = chosen(list(plan.sets), list(plan.shapes))
     todo = cases(shapes, list(plan.ops), list(plan.passes), list(plan.gates))  # type: ignore[arg-type]
-    record = results.started(ceilings.measured(plan.repeats), plan.commit, plan.json)
+    with alone():
+        best = ceilings.measured(plan.repeats)
+    record = results.started(best, plan.commit, plan.json)
     exact = Exact(gradients=any(case.timed == "forward+backward" for case in todo))
     with contextlib.ExitStack() as background:
         for name in plan.implementations:
@@ -153,8 +156,9 @@ def _case_rows(
 ) -> list[Row]:
     """The rows of one case, and the backward's where its second half is there."""
     try:
-        arrays = _drawn(case)
-        exact.begin(case, arrays[0])
+        with alone():
+            arrays = _drawn(case)
+            exact.begin(case, arrays[0])
     # A case may be too large for this device; the others are worth having.
     except Exception as failure:
         return [_refused(case, name, failure) for name in plan.implementations]
@@ -167,8 +171,6 @@ def _case_rows(
     rows = []
     for name in turns(plan.implementations):
         say(f"{case}: {name}")
-        if PROVIDERS[name].tunes:
-            exact.wait()
         row = _row(case, name, arrays, plan.repeats, record, exact)
         rows.append(row)
         if case.timed == "forward+backward" and row.ms is not None and name in forwards:
@@ -227,13 +229,20 @@ def _measured(
     record: Results,
     exact: Exact,
 ) -> Row:
-    loaded: list[Any] = [program.load(x) for x in arrays]
-    found = program.first(loaded[0])
-    errors = exact.errors(case, arrays[0], program, found)
-    del found
-    if wrong := [name for name, error in errors.items() if not math.isfinite(error)]:
-        raise ArithmeticError(f"not finite: {', '.join(wrong)}")
-    time_ = measure.timing(program, program.wait, loaded, repeats)
+    with alone():
+        loaded: list[Any] = [program.load(x) for x in arrays]
+    # What times kernels while it compiles is left to `first`, which has the GPU for itself.
+    if not PROVIDERS[name].tunes:
+        program.compile(loaded[0])
+    exact.wait()
+    with alone():
+        found = program.first(loaded[0])
+        errors = exact.errors(case, arrays[0], program, found)
+        del found
+        wrong = [name for name, error in errors.items() if not math.isfinite(error)]
+        if wrong:
+            raise ArithmeticError(f"not finite: {', '.join(wrong)}")
+        time_ = measure.timing(program, program.wait, loaded, repeats)
     row = results.timed_row(case, name, time_, record.ceilings)
     row.errors = errors
     # Another process had a part in the first call of what compiles for long.

@@ -4,12 +4,13 @@ import json
 import pathlib
 import queue
 import subprocess
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from benchmarks import ceilings, results, runner, spread
+from benchmarks import alone, ceilings, results, runner, spread
 from benchmarks.ceilings import Ceilings
 from benchmarks.providers import PROVIDERS
 from benchmarks.runner import Plan
@@ -45,6 +46,7 @@ def plan(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> Plan:
         spread.multiprocessing, "get_context", lambda _: _InThisProcess()
     )
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setenv(alone.FILE, str(tmp_path / "gpu"))
     monkeypatch.setitem(SETS, "quick", SHAPES)
     return Plan(
         ops=("gdn",),
@@ -78,7 +80,7 @@ def test_all_rows_come_together_and_a_second_run_measures_what_is_missing(
     assert len(results.read(plan.json).rows) == len(record.rows)
     assert capsys.readouterr().out.count("GPU 0") == 4
 
-    part = plan.json.with_suffix(".gpu0.json")
+    part = plan.json.with_suffix(".gpu0-0.json")
     kept = results.read(part)
     lost = next(row for row in kept.rows if row.timed == "forward+backward")
     kept.rows.remove(lost)
@@ -99,11 +101,29 @@ def test_first_calls_are_made_on_every_gpu_before(
         made.append((command[3], json.loads(command[4]), env["CUDA_VISIBLE_DEVICES"]))
 
     monkeypatch.setattr(subprocess, "run", note)
-    monkeypatch.setattr(spread, "UNITS_A_PROCESS", 1)
+    monkeypatch.setattr(
+        spread, "PROVIDERS", {"scan": PROVIDERS["scan"]._replace(on_disk=True)}
+    )
     spread._make_first_calls(plan.filled(), spread.units(plan.filled()), 2)
     assert {name for name, _, _ in made} == {"scan"}
     assert {gpu for _, _, gpu in made} == {"0", "1"}
     assert [len(todo) for _, todo, _ in made] == [2, 2]
+
+
+def test_only_one_is_alone(plan: Plan):
+    order = []
+
+    def other() -> None:
+        with alone.alone():
+            order.append("other")
+
+    with alone.alone():
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join(timeout=0.2)
+        order.append("first")
+    thread.join()
+    assert order == ["first", "other"]
 
 
 def test_a_file_is_asked_for(plan: Plan):
