@@ -40,11 +40,6 @@ def _arguments() -> argparse.Namespace:
         help="begin no case after that time",
     )
     add("--gpus", type=int, default=1, help="share the cases between so many")
-    add(
-        "--first-calls-done",
-        action="store_true",
-        help="an earlier run left all kernels on disk",
-    )
     add("--commit", help="the commit, where there is no git to ask")
     add(
         "--merge",
@@ -74,7 +69,6 @@ def main() -> None:
         seconds=arguments.seconds,
         commit=arguments.commit,
         shapes=tuple(arguments.shapes),
-        first_calls_done=arguments.first_calls_done,
     )
     for name in PROVIDERS:
         if reason := unavailable(name):
@@ -85,7 +79,9 @@ def main() -> None:
 
     try:
         several = arguments.gpus > 1
-        results = spread.run(plan, arguments.gpus) if several else runner.run(plan, say)
+        results = (
+            spread.run([plan], arguments.gpus) if several else runner.run(plan, say)
+        )
     except ValueError as error:
         sys.exit(f"error: {error}")
     report.show(results)

@@ -23,7 +23,7 @@ class Provider(NamedTuple):
     `packages` must be importable; `build` makes the program of a case or raises `Refused`.
     `tunes`: its first call may time kernels, and wants the device for itself.
     `compiles_long`: its kernels take minutes to compile, and stay on disk for other processes.
-    `on_disk`: what it compiles stays on disk, and takes longer than to begin a process.
+    `on_disk`: kernels that it compiles for a few sizes serve all lengths, and stay on disk.
     """
 
     build: Callable[[Case], Program]
@@ -178,9 +178,9 @@ PROVIDERS: dict[str, Provider] = {
     "pallas": Provider(_pallas, ours=True, tunes=False),
     "pallas_chain": Provider(_pallas_chain, ours=True, tunes=False),
     "pallas_states": Provider(_pallas_states, ours=True, tunes=False),
-    "xla": Provider(_xla, ours=True, on_disk=True),
+    "xla": Provider(_xla, ours=True),
     "scan": Provider(_scan, ours=True),
-    "mma": Provider(_mma, ours=True, tunes=False, on_disk=True),
+    "mma": Provider(_mma, ours=True, tunes=False),
     "fla": Provider(_peer("peer_fla"), ("torch", "triton", "fla"), on_disk=True),
     "fla_kernels": Provider(
         _peer("peer_fla_kernels"), ("torch", "triton", "fla", "jax_triton")
@@ -188,12 +188,13 @@ PROVIDERS: dict[str, Provider] = {
     "flash_qla": Provider(
         _peer("peer_flash_qla"),
         ("torch", "tilelang", "flash_qla"),
+        tunes=False,
         compiles_long=True,
         on_disk=True,
     ),
     "flashinfer": Provider(_peer("peer_flashinfer"), ("torch", "flashinfer")),
     "cudnn": Provider(_peer("peer_cudnn"), ("torch", "cudnn")),
-    "tokamax": Provider(_peer("peer_tokamax"), ("tokamax",), on_disk=True),
+    "tokamax": Provider(_peer("peer_tokamax"), ("tokamax",)),
     # All its products are in kernels of its own, so XLA has none to time.
     "jla": Provider(_peer("peer_jla"), ("jla",), tunes=False),
 }

@@ -23,7 +23,7 @@ from benchmarks.results import Results, Row
 from benchmarks.shapes import GATES, OPS, PASSES, SETS, Case, cases, chosen
 
 Notify = Callable[[int, int, str], None]  # done, total, what comes next
-Take = Callable[[list[Case]], Iterable[Case]]  # of all cases those to measure here
+Work = Iterable[tuple[Case, "Plan"]]  # cases, each with what the plan says of it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +47,15 @@ class Plan:
     commit: str | None = None  # where there is no git to ask
     shapes: tuple[str, ...] = ()  # by their names
     first_calls_done: bool = False  # kernels lie on disk; no first call is timed
+
+    def cases(self) -> list[Case]:
+        """What is measured, of a filled plan."""
+        return cases(
+            chosen(list(self.sets), list(self.shapes)),
+            list(self.ops),  # type: ignore[arg-type]
+            list(self.passes),  # type: ignore[arg-type]
+            list(self.gates),  # type: ignore[arg-type]
+        )
 
     def filled(self) -> "Plan":
         """With every default filled in. Raises `ValueError` naming the option at fault."""
@@ -95,8 +104,8 @@ def share_memory() -> None:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
-def run(plan: Plan, notify: Notify, take: Take = iter) -> Results:
-    """Measures all that the plan asks for, or what `take` gives of it.
+def run(plan: Plan, notify: Notify, work: Work | None = None) -> Results:
+    """Measures all that the plan asks for; or `work`, which goes into the same file.
 
     Rows that `plan.json` holds already are kept, unless measured again. Raises `ValueError` for a
     plan that cannot be run.
@@ -104,25 +113,24 @@ def run(plan: Plan, notify: Notify, take: Take = iter) -> Results:
     share_memory()
     began = time.monotonic()
     plan = plan.filled()
-    shapes = chosen(list(plan.sets), list(plan.shapes))
-    todo = cases(shapes, list(plan.ops), list(plan.passes), list(plan.gates))  # type: ignore[arg-type]
+    todo = plan.cases()
     with alone():
         best = ceilings.measured(plan.repeats)
     record = results.started(best, plan.commit, plan.json)
-    exact = Exact(gradients=any(case.timed == "forward+backward" for case in todo))
+    exact = Exact(gradients="forward+backward" in {case.timed for case in todo})
     with contextlib.ExitStack() as background:
         for name in plan.implementations:
             if PROVIDERS[name].compiles_long and not plan.first_calls_done:
                 background.enter_context(first_calls.in_the_background(name, todo))
-        for number, case in enumerate(take(todo)):
+        for number, (case, part) in enumerate(work or [(x, plan) for x in todo]):
             if time.monotonic() - began > plan.seconds:
                 left = len(todo) - number
                 text = f"stopped after {plan.seconds:.0f} s, {left} cases left"
                 notify(number, len(todo), text)
                 break
             say = functools.partial(notify, number, len(todo))
-            for row in _case_rows(case, plan, record, exact, say):
-                if plan.first_calls_done:
+            for row in _case_rows(case, part, record, exact, say):
+                if part.first_calls_done:
                     row.compile_seconds = None
                 record.add(row)
             if plan.json is not None:
@@ -231,8 +239,11 @@ def _measured(
 ) -> Row:
     with alone():
         loaded: list[Any] = [program.load(x) for x in arrays]
-    # What times kernels while it compiles is left to `first`, which has the GPU for itself.
-    if not PROVIDERS[name].tunes:
+    # What times kernels while it compiles is left to the first call, which has the GPU for itself; what
+    # compiles for minutes and times none would keep others from it.
+    if PROVIDERS[name].compiles_long:
+        program.first(loaded[0])
+    elif not PROVIDERS[name].tunes:
         program.compile(loaded[0])
     exact.wait()
     with alone():

@@ -1,9 +1,7 @@
-"""One plan on several GPUs: each takes the next op, shape and gate, all passes and implementations of it."""
+"""Plans on several GPUs: each takes the next op, shape and gate, all passes and implementations of it."""
 
-import concurrent.futures
 import contextlib
 import dataclasses
-import functools
 import itertools
 import json
 import multiprocessing
@@ -15,108 +13,119 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks import alone, results, runner
 from benchmarks.providers import PROVIDERS
 from benchmarks.results import Results
 from benchmarks.runner import Plan
-from benchmarks.shapes import Case, cases, chosen
+from benchmarks.shapes import Case
 
 ROOT = pathlib.Path(__file__).parents[1]  # where processes find this package
-PROCESSES = 3  # of a GPU: two compile while one measures
-FIRST_CALLS = 16  # of a GPU at the same time, a process each
-FIRST_CALLS_SECONDS = 200  # after which one is given up
-
-Unit = list[Case]  # every pass of one op, shape and gate: the backward is a difference
+PROCESSES = 5  # of a GPU: while one measures, the others compile
 
 
-def run(plan: Plan, gpus: int) -> Results:
-    """Measures the plan on GPUs 0 .. `gpus` - 1 and writes `plan.json`, a file of every process beside it.
+class Unit(NamedTuple):
+    """Every pass of one op, shape and gate, because the backward is a difference; and its plan."""
 
-    All implementations of a unit run on one GPU within minutes. The processes of a GPU compile beside one another
-    and are timed one at a time. Units whose rows are in those files are not measured again, so that an interrupted
-    run goes on. With `plan.first_calls_done` no process makes first calls before.
+    cases: tuple[Case, ...]
+    plan: Plan
+
+
+def run(plans: list[Plan], gpus: int) -> Results:
+    """Measures plans on GPUs 0 .. `gpus` - 1 into the file that the first one names.
+
+    Every process has a file beside it. All implementations of a unit run on one GPU within minutes; the processes
+    of a GPU compile beside one another and are timed one at a time. Units whose rows are in those files are not
+    measured again, so that an interrupted run goes on. First calls are not timed: other processes had a part in
+    them.
     """
-    whole = plan.json
+    whole = plans[0].json
     if whole is None:
         raise ValueError("json must name a file, got None")
-    plan = plan.filled()
+    plans = [
+        dataclasses.replace(plan.filled(), first_calls_done=True) for plan in plans
+    ]
     parts = {
         whole.with_suffix(f".gpu{gpu}-{number}.json"): gpu
-        for gpu in range(gpus)
         for number in range(PROCESSES)
+        for gpu in range(gpus)
     }
-    left = [unit for unit in units(plan) if not _is_done(unit, plan, parts)]
-    if not plan.first_calls_done:
-        _make_first_calls(plan, left, gpus)
+    seconds = plans[0].seconds
+    left = [unit for unit in units(plans) if not _is_done(unit, parts)]
     context = multiprocessing.get_context("spawn")
     waiting = context.Queue()
     for unit in left:
         waiting.put(unit)
-    processes = []
-    for part, gpu in parts.items():
-        mine = dataclasses.replace(plan, json=part, first_calls_done=True)
-        process = context.Process(target=_serve, args=(gpu, mine, waiting))
-        process.start()
-        processes.append(process)
-    for process in processes:
-        process.join()
+    with first_calls_beside(left, gpus):
+        processes = []
+        for part, gpu in parts.items():
+            mine = dataclasses.replace(plans[0], json=part)
+            process = context.Process(target=_serve, args=(gpu, mine, waiting))
+            process.start()
+            processes.append(process)
+        for process in processes:
+            process.join()
     waiting.cancel_join_thread()
-    return runner.merge([part for part in parts if part.exists()], whole)
+    written = [part for part in parts if part.exists()]
+    if not written:
+        raise ValueError(f"no case was begun within {seconds:.0f} s")
+    return runner.merge(written, whole)
 
 
-def units(plan: Plan) -> list[Unit]:
-    """The cases of a plan, those of one op, shape and gate together."""
-    todo = cases(
-        chosen(list(plan.sets), list(plan.shapes)),
-        list(plan.ops),  # type: ignore[arg-type]
-        list(plan.passes),  # type: ignore[arg-type]
-        list(plan.gates),  # type: ignore[arg-type]
-    )
-    together: dict[tuple, Unit] = {}
-    for case in todo:
-        together.setdefault((case.op, case.shape, case.gate), []).append(case)
-    return list(together.values())
+def units(plans: list[Plan]) -> list[Unit]:
+    """The cases of filled plans by op, shape and gate; first those of the first op."""
+    found = []
+    for plan in plans:
+        together: dict[tuple, list[Case]] = {}
+        for case in plan.cases():
+            together.setdefault((case.op, case.shape, case.gate), []).append(case)
+        found += [Unit(tuple(some), plan) for some in together.values()]
+    order = plans[0].ops
+    return sorted(found, key=lambda unit: order.index(unit.cases[0].op))
 
 
-def _is_done(unit: Unit, plan: Plan, parts: Iterable[pathlib.Path]) -> bool:
+def _is_done(unit: Unit, parts: Iterable[pathlib.Path]) -> bool:
     """Whether one file holds a row of every implementation for every case of the unit."""
     wanted = {
         (case.op, case.timed, str(case.shape), case.gate, name)
-        for case in unit
-        for name in plan.implementations
+        for case in unit.cases
+        for name in unit.plan.implementations
     }
     found = [results.read(part) for part in parts if part.exists()]
     return any(wanted <= {row.key for row in record.rows} for record in found)
 
 
-def _make_first_calls(plan: Plan, left: list[Unit], gpus: int) -> None:
-    """Leaves compiled kernels on disk: processes beside one another make the first calls of all units."""
-    # Kernels are the same for every gate.
-    shapes = {(unit[0].op, unit[0].shape): unit for unit in left}
-    names = [name for name in plan.implementations if PROVIDERS[name].on_disk]
-    # What compiles for minutes goes first.
-    names.sort(key=lambda name: not PROVIDERS[name].compiles_long)
-    jobs = [(name, unit) for name in names for unit in shapes.values()]
+@contextlib.contextmanager
+def first_calls_beside(left: list[Unit], gpus: int) -> Iterator[list[subprocess.Popen]]:
+    """Begins the first calls of what leaves kernels on disk, a process for each pass and kind of shape.
 
-    def make(gpu: int, job: tuple[str, Unit]) -> None:
-        name, todo = job
-        text = json.dumps([dataclasses.asdict(case) for case in todo])
-        # What fails here, the measuring process reports.
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            subprocess.run(
-                [sys.executable, "-m", "benchmarks.first_calls", name, text],
-                cwd=ROOT,
-                env=os.environ | {"CUDA_VISIBLE_DEVICES": str(gpu)},
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                timeout=FIRST_CALLS_SECONDS,
-                check=False,
-            )
-
-    with concurrent.futures.ThreadPoolExecutor(gpus * FIRST_CALLS) as pool:
-        list(pool.map(make, itertools.cycle(range(gpus)), jobs))
+    Kernels serve all lengths of a kind, so the shortest stands for it.
+    """
+    jobs: dict[tuple, Case] = {}
+    for unit in sorted(left, key=lambda unit: unit.cases[0].shape.time):
+        for case, name in itertools.product(unit.cases, unit.plan.implementations):
+            shape = case.shape
+            sizes = (shape.heads, shape.value_heads, shape.dim, shape.packing is None)
+            if PROVIDERS[name].on_disk:
+                jobs.setdefault((name, case.op, case.timed, *sizes), case)
+    processes = []
+    for gpu, ((name, *_), case) in zip(itertools.cycle(range(gpus)), jobs.items()):
+        text = json.dumps([dataclasses.asdict(case)])
+        process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.first_calls", name, text],
+            cwd=ROOT,
+            env=os.environ | {"CUDA_VISIBLE_DEVICES": str(gpu)},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,  # what fails here, the measuring process reports
+        )
+        processes.append(process)
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
 def _serve(gpu: int, plan: Plan, waiting: Any) -> None:
@@ -129,14 +138,15 @@ def _serve(gpu: int, plan: Plan, waiting: Any) -> None:
         seconds = time.monotonic() - began
         print(f"{seconds:6.0f} s  GPU {gpu}, case {done}  {text}", flush=True)
 
-    runner.run(plan, say, functools.partial(_taken, waiting))
+    runner.run(plan, say, _taken(waiting))
 
 
-def _taken(waiting: Any, _: list[Case]) -> Iterator[Case]:
+def _taken(waiting: Any) -> Iterator[tuple[Case, Plan]]:
     """The cases of the units that this process gets."""
     while True:
         try:
             unit = waiting.get(timeout=1)
         except queue.Empty:
             return
-        yield from unit
+        for case in unit.cases:
+            yield case, unit.plan

@@ -1,5 +1,6 @@
 """A plan shared by several GPUs: every unit once, its passes in one file, nothing twice after an interruption."""
 
+import dataclasses
 import json
 import pathlib
 import queue
@@ -10,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks import alone, ceilings, results, runner, spread
+from benchmarks import alone, ceilings, everything, results, runner, spread
 from benchmarks.ceilings import Ceilings
 from benchmarks.providers import PROVIDERS
 from benchmarks.runner import Plan
-from benchmarks.shapes import SETS, Shape
+from benchmarks.shapes import GATES, OPS, SETS, Shape
 
 SHAPES = (Shape(1, 64, 1, 8), Shape(2, 64, 1, 8))
 
@@ -60,17 +61,24 @@ def plan(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> Plan:
 
 
 def test_units_hold_all_passes_of_an_op_shape_and_gate(plan: Plan):
-    found = spread.units(plan.filled())
-    assert [[case.timed for case in unit] for unit in found] == [
-        ["forward", "forward+backward"]
+    plan = dataclasses.replace(plan, ops=("kda", "gdn"))
+    other = dataclasses.replace(plan, gates=("weak",))
+    found = spread.units([plan.filled(), other.filled()])
+    passes = [[case.timed for case in unit.cases] for unit in found]
+    assert passes == [["forward", "forward+backward"]] * 8
+    # What compiles for minutes takes GDN alone, and compiles beside KDA.
+    assert [unit.cases[0].op for unit in found] == ["kda"] * 4 + ["gdn"] * 4
+    assert [unit.cases[0].gate for unit in found[:4]] == ["production"] * 2 + [
+        "weak"
     ] * 2
-    assert [unit[0].shape for unit in found] == list(SHAPES)
+    assert [unit.cases[0].shape for unit in found[:2]] == list(SHAPES)
+    assert found[2].plan == other.filled()
 
 
 def test_all_rows_come_together_and_a_second_run_measures_what_is_missing(
     plan: Plan, capsys: pytest.CaptureFixture[str]
 ):
-    record = spread.run(plan, 2)
+    record = spread.run([plan], 2)
     assert len(record.rows) == 2 * 3
     # A backward of so few tokens can drown in noise.
     assert all(row.ms is not None for row in record.rows if row.timed != "backward")
@@ -85,29 +93,61 @@ def test_all_rows_come_together_and_a_second_run_measures_what_is_missing(
     lost = next(row for row in kept.rows if row.timed == "forward+backward")
     kept.rows.remove(lost)
     kept.write(part)
-    again = spread.run(plan, 2)
+    again = spread.run([plan], 2)
     text = capsys.readouterr().out
     assert text.count("GPU 0") == 2
     assert text.count(lost.shape) == 2
     assert {row.key for row in again.rows} == {row.key for row in record.rows}
 
 
-def test_first_calls_are_made_on_every_gpu_before(
+def test_first_calls_of_every_kind_of_shape_begin_beside(
     plan: Plan, monkeypatch: pytest.MonkeyPatch
 ):
-    made = []
+    begun = []
+    ended = []
 
-    def note(command: list[str], env: dict[str, str], **_: Any) -> None:
-        made.append((command[3], json.loads(command[4]), env["CUDA_VISIBLE_DEVICES"]))
+    class Noted:
+        def __init__(self, command: list[str], env: dict[str, str], **_: Any) -> None:
+            cases = json.loads(command[4])
+            begun.append((command[3], cases, env["CUDA_VISIBLE_DEVICES"]))
 
-    monkeypatch.setattr(subprocess, "run", note)
-    monkeypatch.setattr(
-        spread, "PROVIDERS", {"scan": PROVIDERS["scan"]._replace(on_disk=True)}
-    )
-    spread._make_first_calls(plan.filled(), spread.units(plan.filled()), 2)
-    assert {name for name, _, _ in made} == {"scan"}
-    assert {gpu for _, _, gpu in made} == {"0", "1"}
-    assert [len(todo) for _, todo, _ in made] == [2, 2]
+        def kill(self) -> None:
+            ended.append("killed")
+
+        def wait(self) -> None:
+            ended.append("waited")
+
+    monkeypatch.setattr(subprocess, "Popen", Noted)
+    on_disk = {"scan": PROVIDERS["scan"]._replace(on_disk=True)}
+    monkeypatch.setattr(spread, "PROVIDERS", on_disk)
+    shapes = (Shape(1, 128, 1, 8), *SHAPES, Shape(1, 64, 2, 8))
+    monkeypatch.setitem(SETS, "quick", shapes)
+    with spread.first_calls_beside(spread.units([plan.filled()]), 2) as processes:
+        assert len(processes) == 4
+    assert {name for name, _, _ in begun} == {"scan"}
+    assert [gpu for _, _, gpu in begun] == ["0", "1", "0", "1"]
+    # One and two heads, each forward and with gradients; the shortest stands for others.
+    found = [(case["shape"]["heads"], case["timed"]) for _, (case,), _ in begun]
+    assert sorted(found) == [
+        (heads, timed) for heads in (1, 2) for timed in ("forward", "forward+backward")
+    ]
+    assert {case["shape"]["time"] for _, (case,), _ in begun} == {64}
+    assert ended == ["killed", "waited"] * 4
+
+
+def test_everything_holds_every_set_and_gate_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+):
+    monkeypatch.setattr(everything, "unavailable", lambda name: None)
+    plans = everything.plans(tmp_path / "all.json", None, 60.0)
+    cases = [case for plan in plans for case in plan.cases()]
+    assert len(cases) == len(set(cases))
+    sets = ("readme", "paper", "fla", "fla823", "packed")
+    wanted = {shape for name in sets for shape in SETS[name]}
+    for op in OPS:
+        some = [case for case in cases if case.op == op]
+        assert {case.shape for case in some if case.gate == "production"} == wanted
+        assert {case.gate for case in some} == set(GATES)
 
 
 def test_only_one_is_alone(plan: Plan):
@@ -128,4 +168,4 @@ def test_only_one_is_alone(plan: Plan):
 
 def test_a_file_is_asked_for(plan: Plan):
     with pytest.raises(ValueError, match="json must name a file"):
-        spread.run(Plan(), 2)
+        spread.run([Plan()], 2)
