@@ -1,18 +1,20 @@
 """Launches a kernel: operands, grid, warpgroups and shared memory; compiled for the GPU or interpreted anywhere."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax.core import eval_jaxpr
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array
 
 from jfla.pallas.context import interpreting
-from jfla.pallas.mgpu import early_compile as _early  # noqa: F401  JAX lowers kernels by its rule
 from jfla.pallas.mgpu import equal_variables as _equal  # noqa: F401  replaces a function of JAX 0.11.2
 from jfla.pallas.mgpu import target as _target  # noqa: F401  Mosaic asks it for the architecture
+from jfla.pallas.mgpu.fingerprint import fingerprint
+from jfla.pallas.mgpu.kernel_call import call
 from jfla.pallas.mgpu.module_name import name_module
 from jfla.pallas.mgpu.registers import check_registers
 from jfla.pallas.mgpu.types import MemorySpec
@@ -56,21 +58,23 @@ def launch(
     out_leaves, out_structure = jax.tree.flatten(outputs)
     operands = list({id(x): x for x in leaves}.values())
     position = {id(x): i for i, x in enumerate(operands)}
+    order = [position[id(x)] for x in leaves]
+    num_operands = len(operands)
 
     def entry(*refs: Any) -> None:
         name_module(name)
-        inputs_gmem = structure.unflatten([refs[position[id(x)]] for x in leaves])
-        outputs_gmem = out_structure.unflatten(refs[len(operands) :])
+        inputs_gmem = structure.unflatten([refs[i] for i in order])
+        outputs_gmem = out_structure.unflatten(refs[num_operands:])
 
         def with_scratch(smem: Any, barriers: Any) -> None:
             body(inputs_gmem, outputs_gmem, smem, barriers)
 
         allocate(with_scratch, smem, barriers)
 
-    extra: dict[str, Any] = {}
+    interpret: Any = False
     if interpreting():
         _check_threads(name, num_warpgroups)
-        extra["interpret"] = plgpu.InterpretGPUParams(detect_races=detect_races)
+        interpret = plgpu.InterpretGPUParams(detect_races=detect_races)
     kernel = plgpu.kernel(
         entry,
         out_type=tuple(out_leaves),
@@ -84,11 +88,43 @@ def launch(
             reduction_scratch_bytes=_REDUCTION_BYTES if reduces_across_warps else 0,
         ),
         kernel_name=name,
-        **extra,
+        interpret=interpret,
     )
+    if not interpret:
+        sizes = [(x.shape, x.dtype, isinstance(x, jax.Ref)) for x in operands]
+        called = (sizes, order, str(structure), out_leaves, str(out_structure))
+        options = (auto_barriers, reduces_across_warps)
+        launched = (name, list(grid.items()), num_warpgroups, smem, barriers, options)
+        key = fingerprint(body, called, launched)
+        kernel = _on_arrays(name, kernel, out_leaves, key)
     # Kernels have no batching rule.
     results = untracked(jax.custom_batching.sequential_vmap(kernel), operands)
     return out_structure.unflatten(results)
+
+
+def _on_arrays(
+    name: str, kernel: Callable[..., Any], outputs: list[Any], key: str | None
+) -> Callable[..., Any]:
+    """The kernel as a call of a program, with arrays in the place of references: read before it, and written after."""
+
+    def run(*operands: Any) -> Any:
+        written = [i for i, x in enumerate(operands) if isinstance(x, jax.Ref)]
+
+        def on_arrays(*arrays: Array) -> Sequence[Array]:
+            inputs: list[Any] = list(arrays)
+            for i in written:
+                inputs[i] = jax.new_ref(inputs[i])
+            results = kernel(*inputs)
+            return (*results, *(jax.freeze(inputs[i]) for i in written))
+
+        arrays = [x[...] if i in written else x for i, x in enumerate(operands)]
+        left = [jax.ShapeDtypeStruct(arrays[i].shape, arrays[i].dtype) for i in written]
+        results = call(name, on_arrays, arrays, [*outputs, *left], key)
+        for i, x in zip(written, results[len(outputs) :]):
+            operands[i][...] = x
+        return results[: len(outputs)]
+
+    return run
 
 
 def untracked(kernel: Callable[..., Any], operands: list[Any]) -> Any:

@@ -29,11 +29,3 @@ def name_module(name: str) -> None:
         module.attributes[_ATTRIBUTE] = ir.StringAttr.get(name)
 
     set_name()  # pyright: ignore[reportCallIssue]: the first argument is Mosaic's
-
-
-def module_name(module: Any) -> str | None:
-    """The name of a kernel's module, where it has one."""
-    attributes = module.operation.attributes
-    if _ATTRIBUTE not in attributes:
-        return None
-    return ir.StringAttr(attributes[_ATTRIBUTE]).value

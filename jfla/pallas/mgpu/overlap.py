@@ -136,10 +136,11 @@ class PendingResults(NamedTuple):
 def run(pending: PendingResults) -> Any:
     """Launches a kernel alone and returns its results."""
     kernel = pending.kernel
+    work = kernel.body
 
     def body(inputs_gmem: Any, outputs_gmem: Any, smem: Any, barriers: Any) -> None:
         cta = lax.axis_index("cta")
-        kernel.body(inputs_gmem, outputs_gmem, smem, barriers, cta, NO_FLAGS)
+        work(inputs_gmem, outputs_gmem, smem, barriers, cta, NO_FLAGS)
 
     outputs = launch(
         body,
@@ -167,11 +168,12 @@ def overlap(
     then no deadlock even if the grid exceeds what is resident at once. Only the consumer's warpgroups move registers.
     """
     consuming = consume(producing.placeholders())
-    producer = producing.kernel
-    consumer = consuming.kernel
-    consumer_arrays = jax.tree.map(
-        lambda x: None if _is_placeholder(x) else x, consumer.inputs
-    )
+    inputs = (producing.kernel.inputs, consuming.kernel.inputs)
+    arrays = jax.tree.map(lambda x: None if _is_placeholder(x) else x, inputs)
+    # The body outlives the arrays: it is traced when the program is lowered.
+    sources = jax.tree.map(lambda x: x if _is_placeholder(x) else "array", inputs[1])
+    producer = producing.kernel._replace(inputs=None)
+    consumer = consuming.kernel._replace(inputs=None)
 
     def body(inputs_gmem: Any, outputs_gmem: Any, _smem: Any, _barriers: Any) -> None:
         producer_inputs, consumer_inputs = inputs_gmem
@@ -179,7 +181,7 @@ def overlap(
         produced = _by_name(producer_outputs)
         consumer_inputs = jax.tree.map(
             lambda x, ref: produced[x.name] if _is_placeholder(x) else ref,
-            consumer.inputs,
+            sources,
             consumer_inputs,
         )
         ready_flags = ReadyFlags(allocate_flags(flags_shape), lead)
@@ -196,7 +198,7 @@ def overlap(
 
     outputs = launch(
         body,
-        (producer.inputs, consumer_arrays),
+        arrays,
         (producer.outputs, consumer.outputs),
         grid={"cta": producer.num_ctas + consumer.num_ctas},
         num_warpgroups=max(producer.num_warpgroups, consumer.num_warpgroups),

@@ -1,0 +1,244 @@
+"""Kernels are traced and lowered once: their code is known by what they are made of, in memory and on disk."""
+
+import dataclasses
+import enum
+import functools
+import pathlib
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import export
+
+import jfla
+from jfla.pallas.mgpu import fingerprint as fingerprints
+from jfla.pallas.mgpu import kernel_code
+from jfla.pallas.mgpu.fingerprint import fingerprint
+from jfla.pallas.mgpu.kernel_code import KernelCode
+
+Lowered = list[jax.stages.Lowered]
+
+
+@pytest.fixture
+def lowered(monkeypatch: pytest.MonkeyPatch) -> Iterator[Lowered]:
+    """Kernels that are lowered in this test, of which none is known."""
+    found: Lowered = []
+    extracted = kernel_code.extracted
+
+    def noting(program: jax.stages.Lowered) -> KernelCode:
+        found.append(program)
+        return extracted(program)
+
+    monkeypatch.setattr(kernel_code, "_KNOWN", {})
+    monkeypatch.setattr(kernel_code, "extracted", noting)
+    jax.clear_caches()
+    yield found
+    jax.clear_caches()
+
+
+@pytest.fixture
+def cache(tmp_path: pathlib.Path) -> Iterator[pathlib.Path]:
+    """A folder that JAX's compilation cache has in this test."""
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    yield tmp_path / "jfla-kernels"
+    jax.config.update("jax_compilation_cache_dir", before)
+
+
+def _program(scale: float = 1.0, time: int = 64, capability: str = "9.0") -> str:
+    """A GDN forward, in a program that `scale` makes another one."""
+
+    def program(*main: jax.Array) -> jax.Array:
+        return scale * jfla.chunk_gdn(*main, implementation="pallas").output
+
+    tokens = jax.ShapeDtypeStruct((1, time, 2, 64), jnp.bfloat16)
+    gates = jax.ShapeDtypeStruct((1, time, 2), jnp.float32)
+    with jfla.pallas.compiling_for(capability):
+        traced = jax.jit(program).trace(tokens, tokens, tokens, gates, gates)
+        return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def _decode(state: jax.Array, *main: jax.Array) -> jfla.DeltaRuleOutput:
+    """A decoding step, whose state a kernel writes in place."""
+    return jfla.recurrent_gdn(
+        *main, initial_state=state, return_final_state=True, implementation="pallas"
+    )
+
+
+def _decoding_arrays() -> list[jax.ShapeDtypeStruct]:
+    tokens = jax.ShapeDtypeStruct((2, 1, 2, 64), jnp.bfloat16)
+    gates = jax.ShapeDtypeStruct((2, 1, 2), jnp.float32)
+    state = jax.ShapeDtypeStruct((2, 2, 64, 64), jnp.float32)
+    return [state, tokens, tokens, tokens, gates, gates]
+
+
+def _decoding() -> str:
+    with jfla.pallas.compiling_for("9.0"):
+        traced = jax.jit(lambda *x: _decode(*x)).trace(*_decoding_arrays())
+        return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_a_kernel_is_lowered_once_for_all_programs(lowered: Lowered):
+    first = _program(1.0)
+    once = len(lowered)
+    assert once >= 1
+    other = _program(2.0)
+    assert len(lowered) == once
+    assert first != other
+    jax.clear_caches()
+    assert _program(1.0) == first
+    assert len(lowered) == once
+
+
+def test_other_shapes_and_gpus_are_other_kernels(lowered: Lowered):
+    _program()
+    once = len(lowered)
+    _program(time=128)
+    twice = len(lowered)
+    assert twice > once
+    _program(capability="8.0")
+    assert len(lowered) > twice
+
+
+@pytest.mark.parametrize("program", [_program, _decoding])
+def test_another_process_finds_it_on_disk(
+    lowered: Lowered, cache: pathlib.Path, program
+):
+    first = program()
+    once = len(lowered)
+    assert len(list(cache.iterdir())) == once >= 1
+    kernel_code._KNOWN.clear()
+    jax.clear_caches()
+    assert program() == first
+    assert len(lowered) == once
+
+
+def test_a_file_that_is_not_whole_is_made_again(lowered: Lowered, cache: pathlib.Path):
+    first = _program()
+    once = len(lowered)
+    for file in cache.iterdir():
+        file.write_bytes(file.read_bytes()[:-1])
+    kernel_code._KNOWN.clear()
+    jax.clear_caches()
+    assert _program() == first
+    assert len(lowered) == 2 * once
+    kernel_code._KNOWN.clear()
+    jax.clear_caches()
+    assert _program() == first
+    assert len(lowered) == 2 * once
+
+
+def test_a_folder_that_cannot_be_written_is_no_failure(
+    lowered: Lowered, tmp_path: pathlib.Path
+):
+    before = jax.config.jax_compilation_cache_dir
+    (tmp_path / "file").write_text("")
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "file"))
+    try:
+        assert "mosaic_gpu_v2" in _program()
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+    assert lowered
+
+
+def test_an_exported_program_has_mosaics_own_call(lowered: Lowered):
+    """Which later versions can read; of a kernel that writes in place, too."""
+    check = export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")
+
+    with jfla.pallas.compiling_for("9.0"):
+        make = export.export(
+            jax.jit(_decode), platforms=["cuda"], disabled_checks=[check]
+        )
+        text = make(*_decoding_arrays()).mlir_module()
+    assert text.count("mosaic_gpu_v2") == 1
+    assert "output_operand_alias" in text
+    assert lowered == []
+
+
+def test_a_kernel_of_no_known_identity_is_lowered_each_time(
+    lowered: Lowered, monkeypatch: pytest.MonkeyPatch, cache: pathlib.Path
+):
+    first = _program()
+    once = len(lowered)
+    kept = sorted(cache.iterdir())
+    monkeypatch.setattr("jfla.pallas.mgpu.launch.fingerprint", lambda *_: None)
+    jax.clear_caches()
+    assert _program() == first
+    assert len(lowered) == 2 * once
+    assert sorted(cache.iterdir()) == kept
+
+
+class _Colour(enum.Enum):
+    RED = 1
+    BLUE = 2
+
+
+@dataclasses.dataclass
+class _Size:
+    rows: int
+    columns: int
+
+
+def _adder(amount: object):
+    def add(x: int) -> object:
+        return x, amount
+
+    return add
+
+
+def _recursive(limit: int):
+    def count(n: int) -> int:
+        return n if n == limit else count(n + 1)
+
+    return count
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: x,
+        lambda x: (x, "a"),
+        lambda x: {"a": x},
+        lambda x: _Size(x, 4),
+        lambda x: _adder(x),
+        lambda x: _adder(_Size(4, x)),
+        lambda x: _adder(_adder(x)),
+        lambda x: _recursive(x),
+        lambda x: functools.partial(_adder, x),
+        lambda x: functools.partial(max, key=x),
+        lambda x: jax.ShapeDtypeStruct((x, 3), "float32"),
+        lambda x: jnp.zeros(x),
+        lambda x: jnp.dtype("float32" if x == 1 else "int8"),
+        lambda x: jnp.float32 if x == 1 else jnp.int8,
+        lambda x: _Colour(x),
+        lambda x: (lambda y: y + 1) if x == 1 else (lambda y: y + 2),
+    ],
+)
+def test_values_are_told_apart(make):
+    assert fingerprint(make(1)) == fingerprint(make(1)) is not None
+    assert fingerprint(make(1)) != fingerprint(make(2))
+
+
+def test_settings_and_code_are_told_apart(monkeypatch: pytest.MonkeyPatch):
+    found = {fingerprint()}
+    with jax.enable_x64(not jax.config.jax_enable_x64):
+        found.add(fingerprint())
+    with jax.default_matmul_precision("highest"):
+        found.add(fingerprint())
+    with jfla.pallas.compiling_for("8.0"):
+        found.add(fingerprint())
+    with jfla.pallas.compiling_for("8.9"):
+        found.add(fingerprint())
+    with monkeypatch.context() as patch:
+        patch.setenv("MOSAIC_GPU_LINE_INFO", "1")
+        found.add(fingerprint())
+    monkeypatch.setattr(fingerprints, "_hash_of_code", lambda: "other")
+    found.add(fingerprint())
+    assert len(found) == 7
+    assert None not in found
+
+
+def test_an_object_of_another_kind_has_no_identity():
+    assert fingerprint(object()) is None
+    assert fingerprint(_adder(object())) is None
