@@ -1,7 +1,7 @@
 """All that docs/benchmarks.md shows of the ops, into one file: `python -m benchmarks.everything --json FILE`.
 
 The README's shapes with every implementation, the first of them at every gate, packed shapes in the three forms
-that this library has for them, and the shapes of other libraries. Four H200s take some 15 minutes.
+that this library has for them, and the shapes of other libraries.
 """
 
 import argparse

@@ -46,7 +46,7 @@ class Plan:
     seconds: float = float("inf")  # no case is begun after that time
     commit: str | None = None  # where there is no git to ask
     shapes: tuple[str, ...] = ()  # by their names
-    first_calls_done: bool = False  # kernels lie on disk; no first call is timed
+    first_calls_elsewhere: bool = False  # other processes make them; none is timed
 
     def cases(self) -> list[Case]:
         """What is measured, of a filled plan."""
@@ -120,7 +120,7 @@ def run(plan: Plan, notify: Notify, work: Work | None = None) -> Results:
     exact = Exact(gradients="forward+backward" in {case.timed for case in todo})
     with contextlib.ExitStack() as background:
         for name in plan.implementations:
-            if PROVIDERS[name].compiles_long and not plan.first_calls_done:
+            if PROVIDERS[name].compiles_long and not plan.first_calls_elsewhere:
                 background.enter_context(first_calls.in_the_background(name, todo))
         for number, (case, part) in enumerate(work or [(x, plan) for x in todo]):
             if time.monotonic() - began > plan.seconds:
@@ -130,7 +130,7 @@ def run(plan: Plan, notify: Notify, work: Work | None = None) -> Results:
                 break
             say = functools.partial(notify, number, len(todo))
             for row in _case_rows(case, part, record, exact, say):
-                if part.first_calls_done:
+                if part.first_calls_elsewhere:
                     row.compile_seconds = None
                 record.add(row)
             if plan.json is not None:
@@ -239,8 +239,8 @@ def _measured(
 ) -> Row:
     with alone():
         loaded: list[Any] = [program.load(x) for x in arrays]
-    # What times kernels while it compiles is left to the first call, which has the GPU for itself; what
-    # compiles for minutes and times none would keep others from it.
+    # Compiled before the GPU is taken, or other processes would wait for that. A library that times kernels
+    # while it compiles does so in its first call below, alone on the GPU.
     if PROVIDERS[name].compiles_long:
         program.first(loaded[0])
     elif not PROVIDERS[name].tunes:

@@ -44,7 +44,7 @@ def run(plans: list[Plan], gpus: int) -> Results:
     if whole is None:
         raise ValueError("json must name a file, got None")
     plans = [
-        dataclasses.replace(plan.filled(), first_calls_done=True) for plan in plans
+        dataclasses.replace(plan.filled(), first_calls_elsewhere=True) for plan in plans
     ]
     parts = {
         whole.with_suffix(f".gpu{gpu}-{number}.json"): gpu

@@ -233,7 +233,7 @@ def test_settings_and_code_are_told_apart(monkeypatch: pytest.MonkeyPatch):
     with monkeypatch.context() as patch:
         patch.setenv("MOSAIC_GPU_LINE_INFO", "1")
         found.add(fingerprint())
-    monkeypatch.setattr(fingerprints, "_hash_of_code", lambda: "other")
+    monkeypatch.setattr(fingerprints, "_CODE", "other")
     found.add(fingerprint())
     assert len(found) == 7
     assert None not in found

@@ -43,7 +43,7 @@ def fingerprint(*values: Any) -> str | None:
 
 def _surroundings() -> bytes:
     """What kernels are made of beside their functions: code, versions, the architecture, and settings."""
-    versions = (jax.__version__, importlib.metadata.version("jaxlib"), _hash_of_code())
+    versions = (jax.__version__, importlib.metadata.version("jaxlib"), _CODE)
     context = contextvars.copy_context().items()
     ours = {var.name: x for var, x in context if var.name.startswith("jfla_")}
     mosaic = {name: x for name, x in os.environ.items() if name.startswith("MOSAIC")}
@@ -52,13 +52,17 @@ def _surroundings() -> bytes:
     return repr((found, sorted(mosaic.items()))).encode()
 
 
-@functools.cache
 def _hash_of_code() -> str:
     """Of all Python files of the library: functions call others that they do not close over."""
     found = hashlib.sha256()
     for path in sorted(pathlib.Path(jfla.__file__).parent.rglob("*.py")):
         found.update(path.read_bytes())
     return found.hexdigest()
+
+
+# Read when this module is imported. Read later, files that were edited since would name the code of those that run,
+# and other processes would take it from the disk for theirs.
+_CODE = _hash_of_code()
 
 
 class _Encoder:
