@@ -22,7 +22,7 @@ from jax import lax
 from jaxtyping import Array
 
 from benchmarks import inputs
-from benchmarks.alone import alone
+from benchmarks.gpu_lock import gpu_lock
 from benchmarks.inputs import MAIN, Arrays
 from benchmarks.programs import Program, Results
 from benchmarks.shapes import Case, Op
@@ -123,7 +123,7 @@ def _started(case: Case, arrays: Arrays) -> Callable[[], References]:
     def finish() -> References:
         with jax.enable_x64(True):
             compiled = compile_()
-            with alone():
+            with gpu_lock():
                 found = compiled(cut)
                 return {name: np.asarray(x) for name, x in found.items()}
 

@@ -1,41 +1,71 @@
-"""First calls of implementations that compile for minutes, made by a process of their own while others are measured.
+"""First calls of implementations that leave their kernels on disk, made by processes of their own.
 
-The process leaves its kernels on disk, where the first call of the measuring process finds them. On
-the GPU it runs each call once.
+The first call of the process that measures finds the kernels there. A process makes each call once; what a library
+tunes, it times on the GPU, so that nothing may be measured there meanwhile.
 """
 
 import contextlib
 import dataclasses
 import json
+import os
 import pathlib
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from benchmarks import inputs, providers
 from benchmarks.shapes import Case, Shape
 
-ROOT = pathlib.Path(__file__).parents[1]  # where the process finds this package
+ROOT = pathlib.Path(__file__).parents[1]  # where processes find this package
+
+
+class Job(NamedTuple):
+    """What one process calls, in this order."""
+
+    implementation: str
+    cases: tuple[Case, ...]
+    gpu: int | None = None  # of the host; None where this process has one
 
 
 @contextlib.contextmanager
-def in_the_background(name: str, todo: list[Case]) -> Iterator[subprocess.Popen]:
-    """Begins the first calls of one implementation, in the order of the cases; ends them with the block."""
-    cases = json.dumps([dataclasses.asdict(case) for case in todo])
-    command = [sys.executable, "-m", "benchmarks.first_calls", name, cases]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
+def begun(jobs: Iterable[Job]) -> Iterator[list[subprocess.Popen]]:
+    """Begins a process for every job; ends with the block those that still run."""
+    processes = [_begin(job) for job in jobs]
     try:
-        yield process
+        yield processes
     finally:
-        process.kill()
-        process.wait()
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def wait(processes: list[subprocess.Popen], seconds: float) -> int:
+    """How many processes still run when all are through or that time is over."""
+    deadline = time.monotonic() + seconds
+    for process in processes:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.0, deadline - time.monotonic()))
+    return sum(process.poll() is None for process in processes)
+
+
+def _begin(job: Job) -> subprocess.Popen:
+    cases = json.dumps([dataclasses.asdict(case) for case in job.cases])
+    gpu = {} if job.gpu is None else {"CUDA_VISIBLE_DEVICES": str(job.gpu)}
+    return subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.first_calls", job.implementation, cases],
+        cwd=ROOT,
+        env=os.environ | gpu,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,  # what fails, the measuring process reports
+    )
 
 
 def main(name: str, cases: str) -> None:
     """Makes the first call of every case that the implementation takes."""
     for fields in json.loads(cases):
         case = Case(**fields | {"shape": Shape(**fields["shape"])})
-        # What it does not take, and what fails, the measuring process reports.
         with contextlib.suppress(Exception):
             program = providers.PROVIDERS[name].build(case)
             program.first(program.load(inputs.draw(case, 0)))

@@ -22,16 +22,19 @@ class Provider(NamedTuple):
 
     `packages` must be importable; `build` makes the program of a case or raises `Refused`.
     `tunes`: its first call may time kernels, and wants the device for itself.
-    `compiles_long`: its kernels take minutes to compile, and stay on disk for other processes.
-    `on_disk`: kernels that it compiles for a few sizes serve all lengths, and stay on disk.
+    `on_disk`: what it compiles takes long, serves all lengths, and stays on disk for other processes.
     """
 
     build: Callable[[Case], Program]
     packages: tuple[str, ...] = ()
     ours: bool = False
     tunes: bool = True
-    compiles_long: bool = False
     on_disk: bool = False
+
+    @property
+    def compiles_beside(self) -> bool:
+        """Whether another process may make its first calls while this one measures."""
+        return self.on_disk and not self.tunes
 
 
 def jax_program(op: Callable[..., jfla.DeltaRuleOutput], case: Case) -> JaxProgram:
@@ -189,7 +192,6 @@ PROVIDERS: dict[str, Provider] = {
         _peer("peer_flash_qla"),
         ("torch", "tilelang", "flash_qla"),
         tunes=False,
-        compiles_long=True,
         on_disk=True,
     ),
     "flashinfer": Provider(_peer("peer_flashinfer"), ("torch", "flashinfer")),

@@ -1,6 +1,5 @@
 """The loop: for every case the same inputs to every implementation; a row each, on disk at once."""
 
-import contextlib
 import dataclasses
 import functools
 import gc
@@ -14,8 +13,8 @@ from typing import Any
 import jax
 
 from benchmarks import ceilings, first_calls, inputs, measure, overview, results
-from benchmarks.alone import alone
 from benchmarks.exact import Exact
+from benchmarks.gpu_lock import gpu_lock
 from benchmarks.inputs import Arrays
 from benchmarks.programs import Program, Refused
 from benchmarks.providers import PROVIDERS, unavailable
@@ -46,7 +45,7 @@ class Plan:
     seconds: float = float("inf")  # no case is begun after that time
     commit: str | None = None  # where there is no git to ask
     shapes: tuple[str, ...] = ()  # by their names
-    first_calls_elsewhere: bool = False  # other processes make them; none is timed
+    first_calls_made: bool = False  # by other processes; none is timed
 
     def cases(self) -> list[Case]:
         """What is measured, of a filled plan."""
@@ -114,14 +113,16 @@ def run(plan: Plan, notify: Notify, work: Work | None = None) -> Results:
     began = time.monotonic()
     plan = plan.filled()
     todo = plan.cases()
-    with alone():
+    with gpu_lock():
         best = ceilings.measured(plan.repeats)
     record = results.started(best, plan.commit, plan.json)
     exact = Exact(gradients="forward+backward" in {case.timed for case in todo})
-    with contextlib.ExitStack() as background:
-        for name in plan.implementations:
-            if PROVIDERS[name].compiles_long and not plan.first_calls_elsewhere:
-                background.enter_context(first_calls.in_the_background(name, todo))
+    jobs = [
+        first_calls.Job(name, tuple(todo))
+        for name in plan.implementations
+        if PROVIDERS[name].compiles_beside and not plan.first_calls_made
+    ]
+    with first_calls.begun(jobs):
         for number, (case, part) in enumerate(work or [(x, plan) for x in todo]):
             if time.monotonic() - began > plan.seconds:
                 left = len(todo) - number
@@ -130,7 +131,7 @@ def run(plan: Plan, notify: Notify, work: Work | None = None) -> Results:
                 break
             say = functools.partial(notify, number, len(todo))
             for row in _case_rows(case, part, record, exact, say):
-                if part.first_calls_elsewhere:
+                if part.first_calls_made:
                     row.compile_seconds = None
                 record.add(row)
             if plan.json is not None:
@@ -164,7 +165,7 @@ def _case_rows(
 ) -> list[Row]:
     """The rows of one case, and the backward's where its second half is there."""
     try:
-        with alone():
+        with gpu_lock():
             arrays = _drawn(case)
             exact.begin(case, arrays[0])
     # A case may be too large for this device; the others are worth having.
@@ -237,16 +238,16 @@ def _measured(
     record: Results,
     exact: Exact,
 ) -> Row:
-    with alone():
+    with gpu_lock():
         loaded: list[Any] = [program.load(x) for x in arrays]
     # Compiled before the GPU is taken, or other processes would wait for that. A library that times kernels
     # while it compiles does so in its first call below, alone on the GPU.
-    if PROVIDERS[name].compiles_long:
+    if PROVIDERS[name].compiles_beside:
         program.first(loaded[0])
     elif not PROVIDERS[name].tunes:
         program.compile(loaded[0])
     exact.wait()
-    with alone():
+    with gpu_lock():
         found = program.first(loaded[0])
         errors = exact.errors(case, arrays[0], program, found)
         del found
@@ -257,7 +258,7 @@ def _measured(
     row = results.timed_row(case, name, time_, record.ceilings)
     row.errors = errors
     # Another process had a part in the first call of what compiles for long.
-    if not PROVIDERS[name].compiles_long:
+    if not PROVIDERS[name].compiles_beside:
         row.compile_seconds = program.compile_seconds
     row.peak_mib = None if program.peak_bytes is None else program.peak_bytes / 2**20
     return row

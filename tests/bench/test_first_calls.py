@@ -18,7 +18,7 @@ CASES = [Case("gdn", timed, TINY) for timed in ("forward", "forward+backward")]
 
 
 def test_a_run_has_the_first_calls_begun_elsewhere(monkeypatch: pytest.MonkeyPatch):
-    scan = PROVIDERS["scan"]._replace(compiles_long=True)
+    scan = PROVIDERS["scan"]._replace(on_disk=True, tunes=False)
     monkeypatch.setattr(runner, "PROVIDERS", {"scan": scan})
     monkeypatch.setattr(providers, "PROVIDERS", runner.PROVIDERS)
     monkeypatch.setattr(ceilings, "measured", lambda repeats: Ceilings(2.0, 100.0))
@@ -50,6 +50,22 @@ def test_a_run_has_the_first_calls_begun_elsewhere(monkeypatch: pytest.MonkeyPat
     )
     first_calls.main(*command[3:])
     assert built == CASES
+
+
+def test_waiting_ends_with_the_time(monkeypatch: pytest.MonkeyPatch):
+    popen = subprocess.Popen
+
+    def sleeping(command: list[str], env: dict[str, str], **options: Any):
+        seconds = {"0": 0, "1": 600}[env["CUDA_VISIBLE_DEVICES"]]
+        sleep = f"import time; time.sleep({seconds})"
+        return popen([sys.executable, "-c", sleep], **options)
+
+    monkeypatch.setattr(subprocess, "Popen", sleeping)
+    jobs = [first_calls.Job("scan", tuple(CASES), gpu) for gpu in (0, 1)]
+    with first_calls.begun(jobs) as processes:
+        assert first_calls.wait(processes, 5.0) == 1
+        assert processes[0].returncode == 0
+    assert processes[1].returncode != 0
 
 
 def test_a_call_that_fails_leaves_the_others_their_turn(

@@ -4,14 +4,21 @@ import dataclasses
 import json
 import pathlib
 import queue
-import subprocess
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from benchmarks import alone, ceilings, everything, results, runner, spread
+from benchmarks import (
+    ceilings,
+    everything,
+    first_calls,
+    gpu_lock,
+    results,
+    runner,
+    spread,
+)
 from benchmarks.ceilings import Ceilings
 from benchmarks.providers import PROVIDERS
 from benchmarks.runner import Plan
@@ -47,7 +54,7 @@ def plan(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> Plan:
         spread.multiprocessing, "get_context", lambda _: _InThisProcess()
     )
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    monkeypatch.setenv(alone.FILE, str(tmp_path / "gpu"))
+    monkeypatch.setenv(gpu_lock.FILE, str(tmp_path / "gpu"))
     monkeypatch.setitem(SETS, "quick", SHAPES)
     return Plan(
         ops=("gdn",),
@@ -65,13 +72,11 @@ def test_units_hold_all_passes_of_an_op_shape_and_gate(plan: Plan):
     found = spread.units([plan.filled(), other.filled()])
     passes = [[case.timed for case in unit.cases] for unit in found]
     assert passes == [["forward", "forward+backward"]] * 8
-    # What compiles for minutes takes GDN alone, and compiles beside KDA.
-    assert [unit.cases[0].op for unit in found] == ["kda"] * 4 + ["gdn"] * 4
-    assert [unit.cases[0].gate for unit in found[:4]] == ["production"] * 2 + [
-        "weak"
-    ] * 2
+    assert [unit.cases[0].op for unit in found] == ["kda", "kda", "gdn", "gdn"] * 2
+    gates = [unit.cases[0].gate for unit in found]
+    assert gates == ["production"] * 4 + ["weak"] * 4
     assert [unit.cases[0].shape for unit in found[:2]] == list(SHAPES)
-    assert found[2].plan == other.filled()
+    assert found[4].plan == other.filled()
 
 
 def test_all_rows_come_together_and_a_second_run_measures_what_is_missing(
@@ -99,39 +104,62 @@ def test_all_rows_come_together_and_a_second_run_measures_what_is_missing(
     assert {row.key for row in again.rows} == {row.key for row in record.rows}
 
 
-def test_first_calls_of_every_kind_of_shape_begin_beside(
+def test_first_calls_of_every_kind_of_shape_are_over_before_anything_is_measured(
     plan: Plan, monkeypatch: pytest.MonkeyPatch
 ):
-    begun = []
-    ended = []
+    events = []
+    jobs = []
 
     class Noted:
         def __init__(self, command: list[str], env: dict[str, str], **_: Any) -> None:
             cases = json.loads(command[4])
-            begun.append((command[3], cases, env["CUDA_VISIBLE_DEVICES"]))
+            jobs.append((command[3], cases, env["CUDA_VISIBLE_DEVICES"]))
+
+        def wait(self, timeout: float | None = None) -> None:
+            events.append("waited")
+
+        def poll(self) -> int:
+            return 0
 
         def kill(self) -> None:
-            ended.append("killed")
+            pass
 
-        def wait(self) -> None:
-            ended.append("waited")
-
-    monkeypatch.setattr(subprocess, "Popen", Noted)
+    monkeypatch.setattr(first_calls.subprocess, "Popen", Noted)
     on_disk = {"scan": PROVIDERS["scan"]._replace(on_disk=True)}
     monkeypatch.setattr(spread, "PROVIDERS", on_disk)
     shapes = (Shape(1, 128, 1, 8), *SHAPES, Shape(1, 64, 2, 8))
     monkeypatch.setitem(SETS, "quick", shapes)
-    with spread.first_calls_beside(spread.units([plan.filled()]), 2) as processes:
-        assert len(processes) == 4
-    assert {name for name, _, _ in begun} == {"scan"}
-    assert [gpu for _, _, gpu in begun] == ["0", "1", "0", "1"]
+    monkeypatch.setattr(spread, "_serve", lambda *_: events.append("measured"))
+    with pytest.raises(ValueError, match="no case was begun"):
+        spread.run([plan], 2)
+    # The last "waited" of a process is its end.
+    assert events.index("measured") >= 8
+    assert {name for name, _, _ in jobs} == {"scan"}
+    assert [gpu for _, _, gpu in jobs] == ["0", "1", "0", "1"]
     # One and two heads, each forward and with gradients; the shortest stands for others.
-    found = [(case["shape"]["heads"], case["timed"]) for _, (case,), _ in begun]
+    found = [(case["shape"]["heads"], case["timed"]) for _, (case,), _ in jobs]
     assert sorted(found) == [
         (heads, timed) for heads in (1, 2) for timed in ("forward", "forward+backward")
     ]
-    assert {case["shape"]["time"] for _, (case,), _ in begun} == {64}
-    assert ended == ["killed", "waited"] * 4
+    assert {case["shape"]["time"] for _, (case,), _ in jobs} == {64}
+
+
+def test_what_found_no_memory_is_measured_again(
+    plan: Plan, capsys: pytest.CaptureFixture[str]
+):
+    assert plan.json is not None
+    spread.run([plan], 1)
+    part = plan.json.with_suffix(".gpu0-0.json")
+    kept = results.read(part)
+    failed = next(row for row in kept.rows if row.timed == "forward")
+    failed.ms = None
+    failed.refused = "out of memory"
+    kept.write(part)
+    capsys.readouterr()
+    again = spread.run([plan], 1)
+    assert capsys.readouterr().out.count(failed.shape) == 2
+    (row,) = [row for row in again.rows if row.key == failed.key]
+    assert row.ms is not None
 
 
 def test_everything_holds_every_set_and_gate_once(
@@ -149,14 +177,14 @@ def test_everything_holds_every_set_and_gate_once(
         assert {case.gate for case in some} == set(GATES)
 
 
-def test_only_one_is_alone(plan: Plan):
+def test_one_thread_holds_the_lock(plan: Plan):
     order = []
 
     def other() -> None:
-        with alone.alone():
+        with gpu_lock.gpu_lock():
             order.append("other")
 
-    with alone.alone():
+    with gpu_lock.gpu_lock():
         thread = threading.Thread(target=other)
         thread.start()
         thread.join(timeout=0.2)

@@ -1,4 +1,4 @@
-"""One GPU and several processes: they compile beside one another, and are on the GPU one at a time."""
+"""A lock on a GPU that several processes share: they compile beside one another, and use the GPU one at a time."""
 
 import contextlib
 import fcntl
@@ -10,11 +10,10 @@ FILE = "JFLA_BENCH_GPU_FILE"  # the environment variable that names what is lock
 
 
 @contextlib.contextmanager
-def alone() -> Iterator[None]:
-    """Waits until no other process or thread is in this block with the file that `FILE` names.
+def gpu_lock() -> Iterator[None]:
+    """Holds the lock that is the file named by `FILE`; without one the GPU is this process's own.
 
-    Without one the GPU is this process's own. Not to be entered twice by one thread: it would wait
-    for itself.
+    A thread that holds it must not ask for it again: it would wait for itself.
     """
     name = os.environ.get(FILE)
     if name is None:
