@@ -22,13 +22,13 @@ from jfla.pallas.mgpu.cp_async import THREADS
 from jfla.pallas.mgpu.in_place import write_in_place
 from jfla.pallas.mgpu.launch import launch, untracked
 from jfla.pallas.mgpu.layouts import ROWS
-from jfla.pallas.mgpu.types import Gmem, Index, Layout, Reg
+from jfla.pallas.mgpu.moves import VECTOR_BYTES
+from jfla.pallas.mgpu.types import Barrier, Gmem, Index, Layout, Reg, Smem, Tree
 from jfla.types import CHUNK
 
 CTA_ROWS = 4  # that a warpgroup has in flight
 # Bytes of a row that a warpgroup has in registers at a time, 64 for each thread.
 MAX_ROW_BYTES = 8192
-VECTOR_BYTES = 16  # of a thread's load, at most
 
 
 class End(NamedTuple):
@@ -61,7 +61,7 @@ class End(NamedTuple):
             row = self.first_row + i
             # Rows behind the tokens are a neighbour's, or behind the array's last one: the last token is read instead.
             token = self.first_token + jnp.minimum(row, self.num_tokens - 1)
-            x = _load(tokens_gmem.at[self.batch, token, columns])
+            x = _load_row(tokens_gmem.at[self.batch, token, columns])
             is_token = jnp.broadcast_to(row < self.num_tokens, x.shape)
             rows.append(jnp.where(is_token, x, jnp.zeros_like(x)))
         for i, x in enumerate(rows):
@@ -82,7 +82,7 @@ class End(NamedTuple):
         """From the copy to the caller's rows."""
         rows = []
         for i in range(CTA_ROWS):
-            x = _load(
+            x = _load_row(
                 copies_gmem.at[self.batch, self.slot, self.first_row + i, columns]
             )
             rows.append(x)
@@ -102,7 +102,9 @@ def copy_ends(
     `bounds` has the first token of slots 0 .. S, and T; the other slots are not written.
     """
 
-    def body(inputs_gmem: Any, copies_gmem: Any, _smem: Any, _barriers: Any) -> None:
+    def body(
+        inputs_gmem: Tree, copies_gmem: Tree, _smem: Smem, _barriers: Barrier
+    ) -> None:
         tokens_gmem, bounds_gmem = inputs_gmem
         end = End.of_cta(bounds_gmem)
         of_padding = end.slot == bounds_gmem.shape[1] - 2
@@ -119,7 +121,9 @@ def copy_ends(
     batch, num_bounds = bounds.shape
     shapes = [(batch, num_bounds, CHUNK, x.shape[2]) for x in flat]
     outputs = [jax.ShapeDtypeStruct(shape, x.dtype) for shape, x in zip(shapes, flat)]
-    copies = _launch(body, (flat, bounds), outputs, bounds, "jfla_copy_ends")
+    copies = _launch_on_segments(
+        body, (flat, bounds), outputs, bounds, "jfla_copy_ends"
+    )
     return [x.reshape(*x.shape[:3], *of.shape[2:]) for x, of in zip(copies, rows)]
 
 
@@ -128,7 +132,9 @@ def return_ends(
 ) -> list[Shaped[Array, "B T _ _"]]:
     """The tokens of every array, with those that kernels have written to copies of ends."""
 
-    def body(inputs_gmem: Any, _outputs: Any, _smem: Any, _barriers: Any) -> None:
+    def body(
+        inputs_gmem: Tree, _outputs: Tree, _smem: Smem, _barriers: Barrier
+    ) -> None:
         tokens_gmem, copies_gmem, bounds_gmem = inputs_gmem
         end = End.of_cta(bounds_gmem)
 
@@ -140,7 +146,7 @@ def return_ends(
     def write(tokens_gmem: list[Gmem], read: tuple[list[Array], Array]) -> None:
         copies, bounds = read
         operands = (tokens_gmem, copies, bounds)
-        _launch(body, operands, None, bounds, "jfla_return_ends")
+        _launch_on_segments(body, operands, None, bounds, "jfla_return_ends")
 
     def returned(*arrays: Array) -> list[Array]:
         bounds, *rest = arrays
@@ -152,10 +158,10 @@ def return_ends(
     return [x.reshape(of.tokens.shape) for x, of in zip(filled, rows)]
 
 
-def _launch(
+def _launch_on_segments(
     body: Callable[..., None],
-    inputs: Any,
-    outputs: Any,
+    inputs: Tree,
+    outputs: Tree,
     bounds: Int[Array, "B S_plus_2"],
     name: str,
 ) -> Any:
@@ -180,7 +186,7 @@ def _for_column_blocks(
     lax.fori_loop(0, columns // block, of_block, None)
 
 
-def _load(row_gmem: Gmem) -> Reg:
+def _load_row(row_gmem: Gmem) -> Reg:
     (columns,) = row_gmem.shape
     return load_with_layout(row_gmem, _row_layout(columns, row_gmem.dtype))
 

@@ -20,15 +20,14 @@ from jfla.pallas.mgpu.smem import F16, F32
 from jfla.pallas.mgpu.thread import (
     HALVES,
     NUM_WARPS,
-    Fragments,
-    Scalar,
     Thread,
+    element_of,
     equal,
     from_parts,
     i32,
     parts,
 )
-from jfla.pallas.mgpu.types import Reg
+from jfla.pallas.mgpu.types import Fragments, InlineContext, Reg, Scalar, Vector
 
 BLOCK_LEVELS = 4  # doublings from 1 to 16
 LEVELS = 6  # and on to 64
@@ -45,7 +44,7 @@ def square_at(n: Reg, level: int) -> Reg:
     out: Any = plgpu.ShapeDtypeStruct(n.shape, n.dtype, WGMMA)
 
     @plgpu.inline_mgpu(arg_types=(WGMMA,), return_type=out)
-    def square(_: Any, n: Fragments) -> Fragments:
+    def square(_: InlineContext, n: Fragments) -> Fragments:
         thread = Thread()
         registers = {}
         for (column, half), register in parts(n).items():
@@ -77,7 +76,7 @@ def inverse_of_blocks(n: Reg) -> Reg:
     out: Any = plgpu.ShapeDtypeStruct(n.shape, jnp.dtype(F32), WGMMA)
 
     @plgpu.inline_mgpu(arg_types=(WGMMA,), return_type=out)
-    def inverse(_: Any, n: Fragments) -> Fragments:
+    def inverse(_: InlineContext, n: Fragments) -> Fragments:
         thread = Thread()
         x = _block_inverse(_own_block(parts(n), thread), thread)
         zero = _splat(0.0)
@@ -173,7 +172,7 @@ def _multiply(acc: _Pairs, a: _Pairs, b_transposed: _Pairs) -> _Pairs:
     for column in range(2):
         right = [b_transposed[0, column], b_transposed[1, column]]
         sums = [
-            _element(acc[column, half], n) for half in range(HALVES) for n in range(2)
+            element_of(acc[column, half], n) for half in range(HALVES) for n in range(2)
         ]
         results = _mma_sync(left, right, sums)
         for half in range(HALVES):
@@ -206,26 +205,22 @@ def _transposed(x: Scalar) -> Scalar:
     return llvm.inline_asm(word, [x], text, "=r,r", has_side_effects=True)
 
 
-def _add(x: Any, y16: Scalar) -> Any:
+def _add(x: Vector, y16: Scalar) -> Vector:
     """x, two float32, + two float16 as i32."""
     y = utils.bitcast(y16, ir.VectorType.get((2,), ir.F16Type.get()))
     return arith.addf(x, arith.extf(ir.VectorType.get((2,), ir.F32Type.get()), y))
 
 
-def _rounded(x: Any) -> Scalar:
+def _rounded(x: Vector) -> Scalar:
     """Two float32 as two float16, as i32."""
     half = arith.truncf(ir.VectorType.get((2,), ir.F16Type.get()), x)
     return utils.bitcast(half, ir.IntegerType.get_signless(32))
 
 
-def _splat(value: float) -> Any:
+def _splat(value: float) -> Vector:
     return utils.c(value, ir.VectorType.get((2,), ir.F32Type.get()))
 
 
-def _pair(first: Scalar, second: Scalar) -> Any:
+def _pair(first: Scalar, second: Scalar) -> Vector:
     pair = vector.insert(first, _splat(0.0), dynamic_position=[], static_position=[0])
     return vector.insert(second, pair, dynamic_position=[], static_position=[1])
-
-
-def _element(pair: Any, n: int) -> Scalar:
-    return vector.extract(pair, dynamic_position=[], static_position=[n])

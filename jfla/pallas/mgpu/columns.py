@@ -16,12 +16,11 @@ from jfla.pallas.mgpu.layouts import TILE_ROWS, WGMMA
 from jfla.pallas.mgpu.smem import F32
 from jfla.pallas.mgpu.thread import (
     PART,
-    Fragments,
     from_parts,
     parts,
     parts_of,
 )
-from jfla.pallas.mgpu.types import Reg
+from jfla.pallas.mgpu.types import Fragments, InlineContext, Reg, Vector
 
 
 def split_columns(x: Reg, columns: int) -> list[Reg]:
@@ -32,7 +31,7 @@ def split_columns(x: Reg, columns: int) -> list[Reg]:
     out: Any = plgpu.ShapeDtypeStruct((TILE_ROWS, columns), x.dtype, WGMMA)
 
     @plgpu.inline_mgpu(arg_types=(WGMMA,), return_type=[out] * count)
-    def split(_: Any, x: Fragments) -> list[Fragments]:
+    def split(_: InlineContext, x: Fragments) -> list[Fragments]:
         registers = parts(x)
 
         def block(i: int) -> Fragments:
@@ -59,7 +58,7 @@ def join_columns(blocks: list[Reg], count: int | None = None, first: int = 0) ->
     out: Any = plgpu.ShapeDtypeStruct(shape, blocks[0].dtype, WGMMA)
 
     @plgpu.inline_mgpu(arg_types=(WGMMA,) * len(blocks), return_type=out)
-    def join(_: Any, *blocks: Fragments) -> Fragments:
+    def join(_: InlineContext, *blocks: Fragments) -> Fragments:
         registers = {}
         for i, block in enumerate(blocks, start=first):
             for (n, half), register in parts(block).items():
@@ -79,11 +78,11 @@ def widened(x: Reg) -> Reg:
     out: Any = plgpu.ShapeDtypeStruct(x.shape, jnp.dtype(F32), WGMMA)
 
     @plgpu.inline_mgpu(arg_types=(WGMMA,), return_type=out)
-    def widen(_: Any, x: Fragments) -> Fragments:
+    def widen(_: InlineContext, x: Fragments) -> Fragments:
         i32 = ir.IntegerType.get_signless(32)
         pair_type = ir.VectorType.get((2,), ir.F32Type.get())
 
-        def wide(pair: Any) -> Any:
+        def wide(pair: Vector) -> Vector:
             bits = llvm.bitcast(i32, pair)
             both = llvm.mlir_undef(ir.VectorType.get((2,), i32))
             low = arith.shli(bits, utils.c(16, i32))

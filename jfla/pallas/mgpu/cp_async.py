@@ -14,7 +14,8 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm
 
 from jfla.pallas.mgpu.smem import SWIZZLE_BYTES, is_tile, tile_transforms
-from jfla.pallas.mgpu.types import Gmem, Smem
+from jfla.pallas.mgpu.thread import i32, multiply_add, pointer_at
+from jfla.pallas.mgpu.types import Gmem, InlineContext, MemRef, Scalar, Smem
 
 THREADS = 128  # of a warpgroup
 _BYTES = 16  # of a thread at a time, at most
@@ -30,7 +31,7 @@ def cp_async(source_gmem: Gmem, target_smem: Smem) -> None:
     smem: Any = plgpu.RefType(transforms)
 
     @plgpu.inline_mgpu(arg_types=(gmem, smem))
-    def start(ctx: Any, source: Any, target: Any) -> None:
+    def start(ctx: InlineContext, source: MemRef, target: MemRef) -> None:
         del ctx
         if transforms:
             _copy_tile(source, target)
@@ -46,50 +47,50 @@ def wait_cp_async(groups_in_flight: int) -> None:
     plgpu.inline_mgpu()(lambda ctx: ctx.await_cp_async_copy(groups_in_flight))()
 
 
-def _copy_tile(source: Any, target: Any) -> None:
+def _copy_tile(source: MemRef, target: MemRef) -> None:
     """Rows of 64 elements of 16 bits to tiles [rows / 8, columns / 64, 8, 64]."""
     element = ir.MemRefType(source.type).element_type
     (row_stride, _), _ = ir.MemRefType(source.type).get_strides_and_offset()
     row_tiles, column_tiles, _, columns = ir.MemRefType(target.type).shape
     thread = mosaic.thread_idx()
-    row = arith.divui(thread, _i32(_PARTS))
-    part = arith.remui(thread, _i32(_PARTS))
-    row_in_tile = arith.remui(row, _i32(_TILE_ROWS))
+    row = arith.divui(thread, i32(_PARTS))
+    part = arith.remui(thread, i32(_PARTS))
+    row_in_tile = arith.remui(row, i32(_TILE_ROWS))
     part_elements = columns // _PARTS
-    gmem_offset = _madd(row, row_stride, arith.muli(part, _i32(part_elements)))
-    swizzled = arith.muli(arith.xori(part, row_in_tile), _i32(part_elements))
-    in_tile = _madd(row_in_tile, columns, swizzled)
-    row_tile = arith.divui(row, _i32(_TILE_ROWS))
-    smem_offset = _madd(row_tile, column_tiles * _TILE_ROWS * columns, in_tile)
-    source_ptr = _offset(_global(utils.memref_ptr(source)), gmem_offset, element)
-    target_ptr = _offset(utils.memref_ptr(target), smem_offset, element)
+    gmem_offset = multiply_add(row, row_stride, arith.muli(part, i32(part_elements)))
+    swizzled = arith.muli(arith.xori(part, row_in_tile), i32(part_elements))
+    in_tile = multiply_add(row_in_tile, columns, swizzled)
+    row_tile = arith.divui(row, i32(_TILE_ROWS))
+    smem_offset = multiply_add(row_tile, column_tiles * _TILE_ROWS * columns, in_tile)
+    source_ptr = pointer_at(_global(utils.memref_ptr(source)), gmem_offset, element)
+    target_ptr = pointer_at(utils.memref_ptr(target), smem_offset, element)
     for first in range(0, row_tiles * _TILE_ROWS, _ROWS):
         for tile in range(column_tiles):
             smem_tile = first // _TILE_ROWS * column_tiles + tile
             _copy_16_bytes(
-                _offset(source_ptr, first * row_stride + tile * columns, element),
-                _offset(target_ptr, smem_tile * _TILE_ROWS * columns, element),
+                pointer_at(source_ptr, first * row_stride + tile * columns, element),
+                pointer_at(target_ptr, smem_tile * _TILE_ROWS * columns, element),
                 _BYTES,
             )
 
 
-def _copy_contiguous(source: Any, target: Any) -> None:
+def _copy_contiguous(source: MemRef, target: MemRef) -> None:
     element = ir.MemRefType(source.type).element_type
     per_thread = math.prod(ir.MemRefType(target.type).shape) // THREADS
     element_bytes = utils.bitwidth(element) // 8
     per_copy = math.gcd(per_thread, _BYTES // element_bytes)
-    offset = arith.muli(mosaic.thread_idx(), _i32(per_copy))
-    source_ptr = _offset(_global(utils.memref_ptr(source)), offset, element)
-    target_ptr = _offset(utils.memref_ptr(target), offset, element)
+    offset = arith.muli(mosaic.thread_idx(), i32(per_copy))
+    source_ptr = pointer_at(_global(utils.memref_ptr(source)), offset, element)
+    target_ptr = pointer_at(utils.memref_ptr(target), offset, element)
     for first in range(0, per_thread * THREADS, per_copy * THREADS):
         _copy_16_bytes(
-            _offset(source_ptr, first, element),
-            _offset(target_ptr, first, element),
+            pointer_at(source_ptr, first, element),
+            pointer_at(target_ptr, first, element),
             per_copy * element_bytes,
         )
 
 
-def _copy_16_bytes(source_ptr: Any, target_ptr: Any, size: int) -> None:
+def _copy_16_bytes(source_ptr: Scalar, target_ptr: Scalar, size: int) -> None:
     """Or 4, or 8; only 16 bytes can pass by the first-level cache."""
     kinds = nvvm.LoadCacheModifierKind
     nvvm.cp_async_shared_global(
@@ -97,17 +98,5 @@ def _copy_16_bytes(source_ptr: Any, target_ptr: Any, size: int) -> None:
     )
 
 
-def _i32(x: int) -> Any:
-    return mosaic.c(x, ir.IntegerType.get_signless(32))
-
-
-def _madd(x: Any, factor: int, y: Any) -> Any:
-    return arith.addi(arith.muli(x, _i32(factor)), y)
-
-
-def _offset(ptr: Any, elements: Any, element: Any) -> Any:
-    return utils.getelementptr(ptr, [elements], element)
-
-
-def _global(ptr: Any) -> Any:
+def _global(ptr: Scalar) -> Scalar:
     return llvm.addrspacecast(llvm.PointerType.get(address_space=1), ptr)

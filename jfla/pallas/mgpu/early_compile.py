@@ -18,7 +18,7 @@ from jfla.pallas.mgpu.kernel_code import KernelCode
 
 _THREADS = ThreadPoolExecutor(min(4, os.cpu_count() or 1), "jfla-compile")
 _BEGUN: dict[bytes | bool, Future] = {}  # by the hash of the kernel's module
-_LOCK = threading.Lock()
+_BEGUN_LOCK = threading.Lock()
 
 
 def begin(code: KernelCode, inputs: Sequence[Any], target: Target | None) -> None:
@@ -37,7 +37,7 @@ def begin(code: KernelCode, inputs: Sequence[Any], target: Target | None) -> Non
         traced = jax.jit(code).trace(*described)
         traced.lower(lowering_platforms=("cuda",)).compile()
 
-    with _LOCK:
+    with _BEGUN_LOCK:
         key = code.config["kernel_hash"]
         if key not in _BEGUN:
             _BEGUN[key] = _THREADS.submit(compile_kernel)

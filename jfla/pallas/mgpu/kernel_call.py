@@ -21,7 +21,7 @@ from jfla.pallas.mgpu import early_compile
 from jfla.pallas.mgpu.kernel_code import code_of
 
 # Arrays to the kernel's results and, behind them, what its references are left with.
-Kernel = Callable[..., Sequence[Any]]
+OnArrays = Callable[..., Sequence[Any]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -29,7 +29,7 @@ class _Call:
     """A kernel that is not traced yet, and the settings of jfla and JAX with which it is to be."""
 
     name: str
-    kernel: Kernel
+    kernel: OnArrays
     fingerprint: str | None
     context: contextvars.Context
     x64: bool
@@ -57,7 +57,7 @@ class _Call:
 
 def call(
     name: str,
-    kernel: Kernel,
+    kernel: OnArrays,
     operands: Sequence[jax.Array],
     outputs: Sequence[jax.ShapeDtypeStruct],
     fingerprint: str | None,

@@ -17,18 +17,18 @@ from jfla.pallas.mgpu.fingerprint import fingerprint
 from jfla.pallas.mgpu.kernel_call import call
 from jfla.pallas.mgpu.module_name import name_module
 from jfla.pallas.mgpu.registers import check_registers
-from jfla.pallas.mgpu.types import MemorySpec
+from jfla.pallas.mgpu.types import Barrier, MemorySpec, Smem, Tree
 
 _REDUCTION_BYTES = plgpu.CompilerParams().reduction_scratch_bytes
 
 # body(inputs_gmem, outputs_gmem, smem, barriers)
-Body = Callable[[Any, Any, Any, Any], None]
+Body = Callable[[Tree, Tree, Smem, Barrier], None]
 
 
 def launch(
     body: Body,
-    inputs: Any,
-    outputs: Any,
+    inputs: Tree,
+    outputs: Tree,
     *,
     grid: dict[str, int],
     num_warpgroups: int,
@@ -39,7 +39,7 @@ def launch(
     auto_barriers: bool = True,
     detect_races: bool = True,
     reduces_across_warps: bool = True,
-) -> Any:
+) -> Tree:
     """Runs `body` on every point of `grid`, by axis name, and returns arrays in the structure of `outputs`.
 
     `inputs` is a pytree of arrays, `outputs` one of `jax.ShapeDtypeStruct`, `smem` and `barriers` of what is allocated
@@ -66,7 +66,7 @@ def launch(
         inputs_gmem = structure.unflatten([refs[i] for i in order])
         outputs_gmem = out_structure.unflatten(refs[num_operands:])
 
-        def with_scratch(smem: Any, barriers: Any) -> None:
+        def with_scratch(smem: Smem, barriers: Barrier) -> None:
             body(inputs_gmem, outputs_gmem, smem, barriers)
 
         allocate(with_scratch, smem, barriers)

@@ -13,13 +13,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfla.pallas.mgpu.layouts import WGMMA
 from jfla.pallas.mgpu.smem import SWIZZLE_BYTES, tile_transforms, transposed
-from jfla.pallas.mgpu.types import Reg, Smem
+from jfla.pallas.mgpu.types import Fragments, InlineContext, Layout, MemRef, Reg, Smem
 
 _ACC_TILE = (64, 8)
 _LHS_TILE = (64, 16)
 _STEP = 16  # rows of shared memory whose right operands are in registers at a time: two tiles of 8
-
-Fragments = Any  # mosaic.FragmentedArray: an array in registers, as Mosaic's own lowering sees it
 
 
 def mma_sync(acc: Reg, a: Reg | Smem, b: Smem, first_column: int = 0) -> Reg:
@@ -36,7 +34,7 @@ def mma_sync(acc: Reg, a: Reg | Smem, b: Smem, first_column: int = 0) -> Reg:
     @plgpu.inline_mgpu(
         arg_types=(WGMMA, WGMMA if in_registers else tile, tile), return_type=out
     )
-    def run(_: Any, acc: Fragments, a: Fragments, b: Any) -> Fragments:
+    def run(_: InlineContext, acc: Fragments, a: Fragments, b: MemRef) -> Fragments:
         layouts = mosaic.MMALayouts(b_smem.dtype)
         acc_layout = acc.layout
         acc = _renumbered(acc, layouts.acc, _ACC_TILE)
@@ -70,18 +68,18 @@ def _untransposed(x: Reg | Smem) -> tuple[Any, bool]:
     return type(twice)(twice.ref, tuple(base[1:])), True
 
 
-def _tile_rows(tiles: Any, first: int) -> Any:
+def _tile_rows(tiles: MemRef, first: int) -> MemRef:
     """Of a buffer [rows / 8, columns / 64, 8, 64] the rows from `first` on."""
     return mosaic.memref_slice(tiles, slice(first // 8, (first + _STEP) // 8))
 
 
-def _load(tiles: Any, layout: Any, transpose: bool) -> Fragments:
+def _load(tiles: MemRef, layout: Layout, transpose: bool) -> Fragments:
     if transpose:
         tiles = mosaic.memref_transpose(tiles, (1, 0, 3, 2))
     return mosaic.FragmentedArray.load_tiled(tiles, SWIZZLE_BYTES, layout=layout)
 
 
-def _renumbered(x: Fragments, layout: Any, tile: tuple[int, int]) -> Fragments:
+def _renumbered(x: Fragments, layout: Layout, tile: tuple[int, int]) -> Fragments:
     """The same elements in the same threads, under another numbering of registers."""
     if x.layout == layout:
         return x

@@ -24,9 +24,8 @@ from jfla.pallas.mgpu.thread import (
     HALVES,
     NUM_WARPS,
     PART,
-    Fragments,
-    Scalar,
     Thread,
+    element_of,
     from_parts,
     i32,
     multiply_add,
@@ -34,7 +33,15 @@ from jfla.pallas.mgpu.thread import (
     parts_of,
     pointer_at,
 )
-from jfla.pallas.mgpu.types import Gmem, Reg, Smem
+from jfla.pallas.mgpu.types import (
+    Fragments,
+    Gmem,
+    InlineContext,
+    MemRef,
+    Reg,
+    Scalar,
+    Smem,
+)
 
 # Eight neighbours of a row; the swizzle exchanges the vectors of a row.
 VECTOR_BYTES = 16
@@ -53,7 +60,7 @@ def store_matrix(
     """
 
     @plgpu.inline_mgpu(arg_types=(WGMMA, _tile_type(tile_smem)))
-    def store(_: Any, x: Fragments, tile: Any) -> None:
+    def store(_: InlineContext, x: Fragments, tile: MemRef) -> None:
         thread = Thread()
         # A lane has the address of a row of one of four parts of 8 x 8: of two halves, of two neighbours.
         row = arith.remui(thread.lane, i32(PART))
@@ -80,7 +87,7 @@ def store_wide(tile_smem: Smem, x: Reg) -> None:
     """x [64, 64] in the layout WIDE to a tile."""
 
     @plgpu.inline_mgpu(arg_types=(WIDE, _tile_type(tile_smem)))
-    def store(_: Any, x: Fragments, tile: Any) -> None:
+    def store(_: InlineContext, x: Fragments, tile: MemRef) -> None:
         thread = Thread()
         # Four threads have 16 columns of a row, two vectors: a half vector each.
         vector_of_two = arith.remui(thread.pair, i32(2))
@@ -104,7 +111,7 @@ def load_rows(source_gmem: Gmem) -> Reg:
     out: Any = plgpu.ShapeDtypeStruct(shape, source_gmem.dtype, WGMMA)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=out)
-    def load(_: Any, source: Any) -> Fragments:
+    def load(_: InlineContext, source: MemRef) -> Fragments:
         thread = Thread()
         memref = ir.MemRefType(source.type)
         (stride, _), _ = memref.get_strides_and_offset()
@@ -131,14 +138,11 @@ def store_transposed_f32(x: Reg, rows_gmem: Gmem) -> None:
         return
 
     @plgpu.inline_mgpu(arg_types=(WGMMA, plgpu.RefType()))
-    def store(_: Any, x: Fragments, rows: Any) -> None:
+    def store(_: InlineContext, x: Fragments, rows: MemRef) -> None:
         address = _transposed_addresses(rows)
         for (column, half), register in parts(x).items():
             for n in range(2):
-                element = vector.extract(
-                    register, dynamic_position=[], static_position=[n]
-                )
-                llvm.store(element, address(column, half, n))
+                llvm.store(element_of(register, n), address(column, half, n))
 
     store(x, rows_gmem)  # pyright: ignore[reportCallIssue]
 
@@ -151,7 +155,7 @@ def load_transposed_f32(rows_gmem: Gmem) -> Reg:
     out: Any = plgpu.ShapeDtypeStruct((TILE_ROWS, count), jnp.dtype(F32), WGMMA)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=out)
-    def load(_: Any, rows: Any) -> Fragments:
+    def load(_: InlineContext, rows: MemRef) -> Fragments:
         address = _transposed_addresses(rows)
         f32 = ir.F32Type.get()
         undefined = llvm.mlir_undef(ir.VectorType.get((2,), f32))
@@ -192,7 +196,7 @@ def _transposed_address(
 class _Addresses:
     """Of vectors in row `row` of eight of a tile, whose vectors the swizzle exchanges by that number."""
 
-    def __init__(self, tile: Any, row: Scalar) -> None:
+    def __init__(self, tile: MemRef, row: Scalar) -> None:
         self.byte = ir.IntegerType.get_signless(8)
         (self._rows, self._columns, *_), _ = ir.MemRefType(
             tile.type

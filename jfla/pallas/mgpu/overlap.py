@@ -19,7 +19,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jfla.pallas.context import interpreting
 from jfla.pallas.mgpu.copies import wait_for_stores
 from jfla.pallas.mgpu.launch import allocate, launch
-from jfla.pallas.mgpu.types import Gmem, Index, MemorySpec
+from jfla.pallas.mgpu.types import (
+    Barrier,
+    Gmem,
+    Index,
+    InlineContext,
+    MemorySpec,
+    MemRef,
+    Smem,
+    Tree,
+)
 
 
 class Lead(NamedTuple):
@@ -84,7 +93,7 @@ def _signal_relaxed(flag_gmem: Gmem) -> None:
     """Adds 1 without the fence of `semaphore_signal`, for which a scan would wait: no write is to be seen behind it."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
-    def signal(_: Any, flag: Any) -> None:
+    def signal(_: InlineContext, flag: MemRef) -> None:
         pointer = utils.memref_ptr(flag)
         utils.SemaphoreRef(pointer).signal(1, relaxed=True, memory_scope="gpu")
 
@@ -98,8 +107,8 @@ class Kernel(NamedTuple):
     """
 
     name: str
-    inputs: Any  # arrays, `jax.Ref`s, and for a consumer `Placeholder`s
-    outputs: Any  # jax.ShapeDtypeStruct
+    inputs: Tree  # arrays, `jax.Ref`s, and for a consumer `Placeholder`s
+    outputs: Tree  # jax.ShapeDtypeStruct
     num_ctas: int
     num_warpgroups: int
     registers: tuple[int, ...]  # limits that the warpgroups set themselves; () for none
@@ -123,7 +132,7 @@ class PendingResults(NamedTuple):
     kernel: Kernel
     resolve: Callable[[Any], Any]
 
-    def placeholders(self) -> Any:
+    def placeholders(self) -> Tree:
         """The results with a `Placeholder` for every output."""
         named = lambda path, x: Placeholder(
             jax.tree_util.keystr(path), x.shape, x.dtype
@@ -133,12 +142,14 @@ class PendingResults(NamedTuple):
         )
 
 
-def run(pending: PendingResults) -> Any:
+def run(pending: PendingResults) -> Tree:
     """Launches a kernel alone and returns its results."""
     kernel = pending.kernel
     work = kernel.body
 
-    def body(inputs_gmem: Any, outputs_gmem: Any, smem: Any, barriers: Any) -> None:
+    def body(
+        inputs_gmem: Tree, outputs_gmem: Tree, smem: Smem, barriers: Barrier
+    ) -> None:
         cta = lax.axis_index("cta")
         work(inputs_gmem, outputs_gmem, smem, barriers, cta, NO_FLAGS)
 
@@ -175,7 +186,9 @@ def overlap(
     producer = producing.kernel._replace(inputs=None)
     consumer = consuming.kernel._replace(inputs=None)
 
-    def body(inputs_gmem: Any, outputs_gmem: Any, _smem: Any, _barriers: Any) -> None:
+    def body(
+        inputs_gmem: Tree, outputs_gmem: Tree, _smem: Smem, _barriers: Barrier
+    ) -> None:
         producer_inputs, consumer_inputs = inputs_gmem
         producer_outputs, consumer_outputs = outputs_gmem
         produced = _by_name(producer_outputs)
@@ -210,9 +223,9 @@ def overlap(
 
 
 def _run_role(
-    kernel: Kernel, inputs: Any, outputs: Any, cta: Index, flags: ReadyFlags
+    kernel: Kernel, inputs: Tree, outputs: Tree, cta: Index, flags: ReadyFlags
 ) -> None:
-    def body(smem: Any, barriers: Any) -> None:
+    def body(smem: Smem, barriers: Barrier) -> None:
         kernel.body(inputs, outputs, smem, barriers, cta, flags)
 
     allocate(body, kernel.smem, kernel.barriers)
@@ -227,7 +240,7 @@ def _is_placeholder(x: Any) -> bool:
     return isinstance(x, Placeholder)
 
 
-def _by_name(outputs: Any) -> dict[str, Gmem]:
+def _by_name(outputs: Tree) -> dict[str, Gmem]:
     return {
         jax.tree_util.keystr(path): x
         for path, x in jax.tree_util.tree_leaves_with_path(outputs)

@@ -10,12 +10,10 @@ import numpy as np
 from jax.experimental.mosaic import gpu as mosaic
 from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm
+from jaxlib.mlir.dialects import arith, llvm, vector
 
 from jfla.pallas.mgpu.layouts import TILE_ROWS
-
-Scalar = Any  # an MLIR value: an i32, an i1 or a pointer
-Fragments = Any  # mosaic.FragmentedArray: an array in registers
+from jfla.pallas.mgpu.types import Fragments, Scalar, Vector
 
 BLOCK_ROWS = 16  # of a warp
 NUM_WARPS = TILE_ROWS // BLOCK_ROWS
@@ -66,8 +64,12 @@ def less(x: Scalar, y: Scalar) -> Scalar:
     return arith.cmpi(arith.CmpIPredicate.ult, x, y)
 
 
-def pointer_at(ptr: Scalar, elements: Scalar | int, element: Any) -> Scalar:
+def pointer_at(ptr: Scalar, elements: Scalar | int, element: ir.Type) -> Scalar:
     return utils.getelementptr(ptr, [elements], element)
+
+
+def element_of(values: Vector, n: int) -> Scalar:
+    return vector.extract(values, dynamic_position=[], static_position=[n])
 
 
 def parts_of(columns: int) -> list[tuple[int, int]]:

@@ -12,3 +12,10 @@ Barrier = Any  # an mbarrier, or an array of them
 # What a kernel asks to be allocated: plgpu.SMEM, plgpu.Barrier, plgpu.RefUnion.
 MemorySpec = Any
 Layout = Any  # how an array lies over the threads of a warpgroup
+# Inside `plgpu.inline_mgpu`, which writes operations of MLIR for one thread.
+InlineContext = Any  # what it hands over first
+Fragments = Any  # mosaic.FragmentedArray: an array in the registers of a warpgroup
+MemRef = Any  # a reference, as an operation sees it
+Scalar = Any  # a value of an operation: an i32, an i1 or a pointer
+Vector = Any  # a value of a few neighbours
+Tree = Any  # a pytree of arrays, of their shapes and dtypes, or of references to them

@@ -22,8 +22,8 @@ from jfla.pallas.mgpu.thread import (
     HALVES,
     NUM_WARPS,
     PART,
-    Fragments,
     Thread,
+    element_of,
     equal,
     from_parts,
     i32,
@@ -33,7 +33,7 @@ from jfla.pallas.mgpu.thread import (
     parts_of,
     pointer_at,
 )
-from jfla.pallas.mgpu.types import Reg, Smem
+from jfla.pallas.mgpu.types import Fragments, InlineContext, MemRef, Reg, Smem
 
 
 def load_per_block(vectors_smem: Smem, first: int) -> Reg:
@@ -44,7 +44,7 @@ def load_per_block(vectors_smem: Smem, first: int) -> Reg:
     out: Any = plgpu.ShapeDtypeStruct((TILE_ROWS, columns), jnp.dtype(F32), WGMMA)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=out)
-    def load(_: Any, vectors: Any) -> Fragments:
+    def load(_: InlineContext, vectors: MemRef) -> Fragments:
         thread = Thread()
         f32 = ir.F32Type.get()
         pair = ir.VectorType.get((2,), f32)
@@ -80,7 +80,7 @@ def store_columns(x: Reg, vectors_smem: Smem) -> None:
         return
 
     @plgpu.inline_mgpu(arg_types=(WGMMA, plgpu.RefType()))
-    def store(_: Any, x: Fragments, vectors: Any) -> None:
+    def store(_: InlineContext, x: Fragments, vectors: MemRef) -> None:
         thread = Thread()
         f32 = ir.F32Type.get()
         row = multiply_add(thread.warp, BLOCK_ROWS, thread.row)
@@ -93,7 +93,7 @@ def store_columns(x: Reg, vectors_smem: Smem) -> None:
                     moved = pointer_at(
                         ptr, vector_number * TILE_ROWS + half * PART, f32
                     )
-                    llvm.store(_element(register, n), moved)
+                    llvm.store(element_of(register, n), moved)
 
     store(x, vectors_smem)  # pyright: ignore[reportCallIssue]
 
@@ -109,7 +109,7 @@ def mask_behind(x: Reg, block: int, which: int, strictly: bool) -> Reg:
     out: Any = plgpu.ShapeDtypeStruct(shape, x.dtype, WGMMA)
 
     @plgpu.inline_mgpu(arg_types=(WGMMA,), return_type=out)
-    def mask(_: Any, x: Fragments) -> Fragments:
+    def mask(_: InlineContext, x: Fragments) -> Fragments:
         thread = Thread()
         before = less(thread.warp, i32(block))
         here = equal(thread.warp, i32(block))
@@ -131,7 +131,7 @@ def mask_behind(x: Reg, block: int, which: int, strictly: bool) -> Reg:
             masked = register
             for n in range(2):
                 element = arith.select(
-                    kept(column, half, n), _element(register, n), zero
+                    kept(column, half, n), element_of(register, n), zero
                 )
                 masked = vector.insert(
                     element, masked, dynamic_position=[], static_position=[n]
@@ -140,7 +140,3 @@ def mask_behind(x: Reg, block: int, which: int, strictly: bool) -> Reg:
         return from_parts(registers)
 
     return mask(x)  # pyright: ignore[reportCallIssue]
-
-
-def _element(pair: Any, n: int) -> Any:
-    return vector.extract(pair, dynamic_position=[], static_position=[n])

@@ -132,13 +132,13 @@ def _launches(inputs: Inputs, options: Options, v_block: int) -> DeltaRuleOutput
     """One launch for 8 tokens: longer calls hand a float32 state from one to the next."""
     time = inputs.q.shape[1]
     if time <= DECODE_TOKENS:
-        return _launch(inputs, options, v_block)
+        return _launch_decode(inputs, options, v_block)
     per_launch = dataclasses.replace(
         options, return_final_state=True, state_dtype="float32"
     )
 
     def some(state: Array, tokens: Inputs) -> tuple[Array, DeltaRuleOutput]:
-        output, states = _launch(
+        output, states = _launch_decode(
             tokens._replace(initial_state=state), per_launch, v_block
         )
         assert states is not None  # as asked for
@@ -186,7 +186,7 @@ def _join_time(x: Array) -> Array:
     return x.reshape(x.shape[0], -1, *x.shape[3:])
 
 
-def _launch(inputs: Inputs, options: Options, v_block: int) -> DeltaRuleOutput:
+def _launch_decode(inputs: Inputs, options: Options, v_block: int) -> DeltaRuleOutput:
     """Launches the kernel, which overwrites a donated initial state with the final one."""
     state = inputs.initial_state
     if state is None or not _in_place(inputs, options):

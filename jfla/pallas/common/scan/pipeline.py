@@ -26,7 +26,7 @@ from jfla.pallas.common.scan.spec import (
 )
 from jfla.pallas.mgpu.overlap import Kernel, PendingResults
 from jfla.pallas.mgpu.registers import leave_registers
-from jfla.pallas.mgpu.types import Gmem, Index
+from jfla.pallas.mgpu.types import Barrier, Gmem, Index, Smem, Tree
 from jfla.types import CHUNK
 
 
@@ -46,7 +46,12 @@ def scan_kernel(
     grid = GridIndex(value_dim // config.v_block, len(specs), heads, batch, time_splits)
 
     def body(
-        inputs: Any, outputs: Any, smem: Any, barriers: Any, cta: Any, flags: Any
+        inputs: Tree,
+        outputs: Tree,
+        smem: Smem,
+        barriers: Barrier,
+        cta: Index,
+        flags: Any,
     ) -> None:
         if key_dim > MAX_K_IN_REGISTERS and specs[0].stores_states:
             smem = smem._replace(state=smem.staging[0])
