@@ -19,9 +19,8 @@ from benchmarks.results import Results
 from benchmarks.runner import Plan
 from benchmarks.shapes import Case
 
-FIRST_CALLS_SECONDS = (
-    300  # at most; what is not through then compiles while others measure
-)
+# At most, for all first calls; what is not through then compiles while others measure.
+FIRST_CALLS_SECONDS = 300
 # Of a GPU's memory, for a process that measures: no allocator gives back what its largest call took.
 PROCESS_BYTES = 24e9
 
@@ -55,9 +54,9 @@ def run(plans: list[Plan], gpus: int) -> Results:
     }
     left = [unit for unit in units(plans) if not _is_done(unit, parts)]
     seconds = plans[0].seconds
-    with first_calls.begun(_first_calls(left, gpus)) as processes:
-        late = first_calls.wait(processes, min(seconds, FIRST_CALLS_SECONDS))
-        print(f"{late} of {len(processes)} first calls were not through", flush=True)
+    with first_calls.begun(_first_calls(left, gpus)) as begun:
+        late = first_calls.wait(begun, min(seconds, FIRST_CALLS_SECONDS))
+    print(f"{late} of {len(begun)} first calls were not through", flush=True)
     seconds -= time.monotonic() - began
     context = multiprocessing.get_context("spawn")
     waiting = context.Queue()

@@ -3,6 +3,7 @@
 import dataclasses
 import enum
 import functools
+import os
 import pathlib
 from collections.abc import Iterator
 
@@ -127,6 +128,43 @@ def test_a_file_that_is_not_whole_is_made_again(lowered: Lowered, cache: pathlib
     jax.clear_caches()
     assert _program() == first
     assert len(lowered) == 2 * once
+
+
+def test_files_that_were_not_read_for_longest_are_removed(
+    lowered: Lowered, cache: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+):
+    first = _program()
+    ours = sorted(cache.iterdir())
+    monkeypatch.setattr(kernel_code, "_MOST_FILES", len(ours) + 2)
+    old = [cache / f"old{i}" for i in range(2)]
+    for number, file in enumerate(old):
+        file.write_bytes(b"")
+        os.utime(file, (number, number))
+    for file in ours:
+        os.utime(file, (0, 0))
+    kernel_code._KNOWN.clear()
+    jax.clear_caches()
+    assert _program() == first  # reads its own files, so that they are the newest
+    _program(time=128)
+    left = sorted(cache.iterdir())
+    assert len(left) == len(ours) + 2
+    assert set(ours) <= set(left)
+    assert not set(old) & set(left)
+
+
+def test_a_folder_that_may_only_be_read_serves(
+    lowered: Lowered, cache: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+):
+    def refuse(self: pathlib.Path) -> None:
+        raise PermissionError(self)
+
+    first = _program()
+    once = len(lowered)
+    monkeypatch.setattr(pathlib.Path, "touch", refuse)
+    kernel_code._KNOWN.clear()
+    jax.clear_caches()
+    assert _program() == first
+    assert len(lowered) == once
 
 
 def test_a_folder_that_cannot_be_written_is_no_failure(

@@ -5,6 +5,7 @@ kernel is traced and lowered once; the seconds of Python that this takes are mos
 """
 
 import base64
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -24,6 +25,7 @@ from jaxlib.mlir.dialects import stablehlo
 _LOGGER = logging.getLogger(__name__)
 _TARGET = "mosaic_gpu_v2"
 _FOLDER = "jfla-kernels"
+_MOST_FILES = 2000  # in that folder: 50 to 300 KiB each
 _KNOWN: dict[str, "KernelCode"] = {}  # by fingerprint
 
 Described = tuple[tuple[int, ...], str]  # shape and dtype
@@ -149,17 +151,32 @@ def _write(fingerprint: str, code: KernelCode) -> None:
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
             file.write(hashlib.sha256(text).digest() + text)
         pathlib.Path(file.name).replace(path)
+        _remove_oldest(path.parent)
     except OSError as error:
         _LOGGER.debug("the code of a kernel is not kept: %s", error)
+
+
+def _remove_oldest(folder: pathlib.Path) -> None:
+    """Leaves the files that were read or written last."""
+    files = list(folder.iterdir())
+    if len(files) > _MOST_FILES:
+        files.sort(key=lambda path: path.stat().st_mtime)
+        for path in files[:-_MOST_FILES]:
+            path.unlink()
 
 
 def _read(fingerprint: str) -> KernelCode | None:
     """The code on disk, if it is there and whole."""
     path = _file(fingerprint)
+    if path is None:
+        return None
     try:
-        data = b"" if path is None else path.read_bytes()
+        data = path.read_bytes()
     except OSError:
         return None
+    # A folder that may only be read serves as well.
+    with contextlib.suppress(OSError):
+        path.touch()
     digest, text = data[:32], data[32:]
     if hashlib.sha256(text).digest() != digest:
         return None
