@@ -1,7 +1,8 @@
 """First calls of implementations that leave their kernels on disk, made by processes of their own.
 
-The first call of the process that measures finds the kernels there. A process makes each call once; what a library
-tunes, it times on the GPU, so that nothing may be measured there meanwhile.
+The first call of the process that measures finds the kernels there. A library that only compiles may be called beside a
+measurement: a process makes each call once. One that tunes also times its kernels on the GPU, where nothing may be
+measured meanwhile.
 """
 
 import contextlib

@@ -257,7 +257,7 @@ def _measured(
         time_ = measure.timing(program, program.wait, loaded, repeats)
     row = results.timed_row(case, name, time_, record.ceilings)
     row.errors = errors
-    # Another process had a part in the first call of what compiles for long.
+    # Another process made that call first.
     if not PROVIDERS[name].compiles_beside:
         row.compile_seconds = program.compile_seconds
     row.peak_mib = None if program.peak_bytes is None else program.peak_bytes / 2**20

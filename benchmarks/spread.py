@@ -21,7 +21,8 @@ from benchmarks.shapes import Case
 
 # At most, for all first calls; what is not through then compiles while others measure.
 FIRST_CALLS_SECONDS = 300
-# Of a GPU's memory, for a process that measures: no allocator gives back what its largest call took.
+# For a process that measures, of the three quarters of a GPU's memory that JAX's allocator may take: an allocator does
+# not give back what its largest call took.
 PROCESS_BYTES = 24e9
 
 

@@ -59,7 +59,8 @@ def test_hessian_of_the_chunked_form_is_that_of_the_recurrence():
 
         chunked, recurrent = hessian("plain"), hessian("recurrent")
         errors = jax.tree.map(error, chunked, recurrent)
-        assert max(jax.tree.leaves(errors)) <= 1e-10
+        # Each by itself: a NaN can hide in a maximum.
+        assert all(x <= 1e-10 for x in jax.tree.leaves(errors))
         assert float(jnp.linalg.norm(recurrent["k"]["g"])) > 0.1
 
 

@@ -12,7 +12,7 @@ from jax.experimental.mosaic import gpu as mosaic
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import arith, llvm
 
 from jfla.pallas.context import interpreting
 from jfla.pallas.mgpu.layouts import TILE_ROWS, WGMMA
@@ -26,6 +26,7 @@ from jfla.pallas.mgpu.thread import (
     from_parts,
     i32,
     parts,
+    with_element,
 )
 from jfla.pallas.mgpu.types import Fragments, InlineContext, Reg, Scalar, Vector
 
@@ -158,7 +159,7 @@ def _diagonal(thread: Thread) -> _Pairs:
     for n in range(2):
         here = equal(thread.row, arith.addi(thread.column, i32(n)))
         element = arith.select(here, mosaic.c(1.0, f32), mosaic.c(0.0, f32))
-        pair = vector.insert(element, pair, dynamic_position=[], static_position=[n])
+        pair = with_element(pair, n, element)
     zero = _splat(0.0)
     return {
         (column, half): pair if column == half else zero for column, half in _EVERY_PART
@@ -222,5 +223,4 @@ def _splat(value: float) -> Vector:
 
 
 def _pair(first: Scalar, second: Scalar) -> Vector:
-    pair = vector.insert(first, _splat(0.0), dynamic_position=[], static_position=[0])
-    return vector.insert(second, pair, dynamic_position=[], static_position=[1])
+    return with_element(with_element(_splat(0.0), 0, first), 1, second)

@@ -19,6 +19,7 @@ from jfla.pallas.mgpu.thread import (
     from_parts,
     parts,
     parts_of,
+    with_element,
 )
 from jfla.pallas.mgpu.types import Fragments, InlineContext, Reg, Vector
 
@@ -88,9 +89,7 @@ def widened(x: Reg) -> Reg:
             low = arith.shli(bits, utils.c(16, i32))
             high = arith.andi(bits, utils.c(-65536, i32))
             for n, part in enumerate((low, high)):
-                both = vector.insert(
-                    part, both, dynamic_position=[], static_position=[n]
-                )
+                both = with_element(both, n, part)
             return vector.bitcast(pair_type, both)
 
         return from_parts({part: wide(pair) for part, pair in parts(x).items()})

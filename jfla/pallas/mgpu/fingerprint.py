@@ -106,6 +106,7 @@ class _Encoder:
         elif isinstance(x, jax.ShapeDtypeStruct | ShapedArray):
             yield f"array {x.shape} {x.dtype}"
         elif isinstance(x, jax.Array | jax.Ref):
+            # Its values cannot be in the kernel: Pallas refuses a body that captures an array.
             yield str(jax.typeof(x))
         elif isinstance(getattr(x, "__wrapped__", None), types.FunctionType):
             yield _name(kind)

@@ -25,11 +25,10 @@ from jaxlib.mlir.dialects import stablehlo
 _LOGGER = logging.getLogger(__name__)
 _TARGET = "mosaic_gpu_v2"
 _FOLDER = "jfla-kernels"
-_MOST_FILES = 2000  # in that folder: 50 to 300 KiB each
+_MOST_FILES = 2000  # in that folder: 20 to 310 KiB each
 _KNOWN: dict[str, "KernelCode"] = {}  # by fingerprint
 
 Described = tuple[tuple[int, ...], str]  # shape and dtype
-
 
 _DTYPES = {
     "bf16": "bfloat16",
@@ -48,9 +47,8 @@ class KernelCode:
     config: dict[str, bytes | bool]
     scratch: tuple[Described, ...]
     results: tuple[Described, ...]
-    returned: tuple[
-        int, ...
-    ]  # which of operands and results are the kernel's results, in its order
+    # Places, among the operands and behind them the results of the call, of what the kernel returns.
+    returned: tuple[int, ...]
     aliases: dict[int, int]  # the results that lie over operands, by operand
 
     def __call__(self, *operands: Any) -> Sequence[Any]:

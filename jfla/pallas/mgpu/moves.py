@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import arith, llvm
 
 from jfla.pallas.context import interpreting
 from jfla.pallas.mgpu.layouts import TILE_ROWS, WGMMA, WIDE
@@ -32,6 +32,7 @@ from jfla.pallas.mgpu.thread import (
     parts,
     parts_of,
     pointer_at,
+    with_element,
 )
 from jfla.pallas.mgpu.types import (
     Fragments,
@@ -164,9 +165,7 @@ def load_transposed_f32(rows_gmem: Gmem) -> Reg:
             pair = undefined
             for n in range(2):
                 element = llvm.load(f32, address(column, half, n))
-                pair = vector.insert(
-                    element, pair, dynamic_position=[], static_position=[n]
-                )
+                pair = with_element(pair, n, element)
             registers[column, half] = pair
         return from_parts(registers)
 

@@ -145,6 +145,7 @@ class PendingResults(NamedTuple):
 def run(pending: PendingResults) -> Tree:
     """Launches a kernel alone and returns its results."""
     kernel = pending.kernel
+    # Not all of `kernel`, whose arrays would live as long as the program: its body is traced when that is lowered.
     work = kernel.body
 
     def body(
@@ -181,7 +182,7 @@ def overlap(
     consuming = consume(producing.placeholders())
     inputs = (producing.kernel.inputs, consuming.kernel.inputs)
     arrays = jax.tree.map(lambda x: None if _is_placeholder(x) else x, inputs)
-    # The body outlives the arrays: it is traced when the program is lowered.
+    # The body is traced when the program is lowered, and must not keep the arrays alive until then.
     sources = jax.tree.map(lambda x: x if _is_placeholder(x) else "array", inputs[1])
     producer = producing.kernel._replace(inputs=None)
     consumer = consuming.kernel._replace(inputs=None)

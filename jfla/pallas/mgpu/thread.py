@@ -72,6 +72,10 @@ def element_of(values: Vector, n: int) -> Scalar:
     return vector.extract(values, dynamic_position=[], static_position=[n])
 
 
+def with_element(values: Vector, n: int, element: Scalar) -> Vector:
+    return vector.insert(element, values, dynamic_position=[], static_position=[n])
+
+
 def parts_of(columns: int) -> list[tuple[int, int]]:
     """(column of parts, half) of an array of so many columns, in the order of its registers."""
     return [

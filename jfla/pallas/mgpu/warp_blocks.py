@@ -11,7 +11,7 @@ from jax.experimental.mosaic import gpu as mosaic
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import arith, llvm
 
 from jfla.pallas.context import interpreting
 from jfla.pallas.mgpu.layouts import TILE_ROWS, WGMMA
@@ -32,6 +32,7 @@ from jfla.pallas.mgpu.thread import (
     parts,
     parts_of,
     pointer_at,
+    with_element,
 )
 from jfla.pallas.mgpu.types import Fragments, InlineContext, MemRef, Reg, Smem
 
@@ -133,9 +134,7 @@ def mask_behind(x: Reg, block: int, which: int, strictly: bool) -> Reg:
                 element = arith.select(
                     kept(column, half, n), element_of(register, n), zero
                 )
-                masked = vector.insert(
-                    element, masked, dynamic_position=[], static_position=[n]
-                )
+                masked = with_element(masked, n, element)
             registers[column, half] = masked
         return from_parts(registers)
 
