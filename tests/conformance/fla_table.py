@@ -68,6 +68,17 @@ def left_out(nodeid: str) -> str | None:
     return None
 
 
+def out_of_memory(record: dict[str, dict[str, Any]]) -> list[str]:
+    """The ids of the failed cases whose error is PyTorch's, JAX's or CUDA's word for a lack of GPU memory."""
+    words = ("out of memory", "RESOURCE_EXHAUSTED", "OutOfMemory")
+    return [
+        nodeid
+        for nodeid, entry in record.items()
+        if entry["outcome"] == "failed"
+        and any(word in entry["reason"] for word in words)
+    ]
+
+
 def cases(record: dict[str, dict[str, Any]]) -> list[Case]:
     """The cases of a record by the plugin.
 

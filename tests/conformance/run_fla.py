@@ -3,9 +3,10 @@
     python tests/conformance/run_fla.py CHECKOUT [--out FOLDER] [--implementation NAME] [-k TESTS] [-n WORKERS]
 
 CHECKOUT is a clone of github.com/fla-org/flash-linear-attention, which stays as it is. Prints a table of what passed,
-what took each call and what is not supported, and writes it with the record of every case to FOLDER. Exits with 1 if
-a case failed or none ran, and with pytest's status if it ended early. All other options go to pytest. Needs PyTorch,
-Triton, what the checkout needs, and pytest.
+what took each call and what is not supported, and writes it with the record of every case to FOLDER. Cases that found
+no memory beside those of other workers run again, one at a time. Exits with 1 if a case failed or none ran, and with
+pytest's status if it ended early. All other options go to pytest. Needs PyTorch, Triton, what the checkout needs, and
+pytest.
 """
 
 import argparse
@@ -19,6 +20,7 @@ import platform
 import subprocess
 import sys
 import tempfile
+from typing import Any
 
 import fla_table
 
@@ -73,56 +75,67 @@ def described(arguments: argparse.Namespace, rest: list[str]) -> dict[str, str]:
     }
 
 
-def main() -> int:
-    """Runs the tests, prints and writes the tables; returns the exit status."""
+def run_pytest(
+    checkout: pathlib.Path, tests: list[str], options: list[str]
+) -> tuple[int, dict[str, dict[str, Any]] | None]:
+    """The status of pytest on `tests` of a checkout, and the plugin's record of the cases if it wrote one."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder, "record.json")
+        command = [sys.executable, "-m", "pytest", "-q", "-o", "log_cli=false"]
+        command += ["-p", "fla_plugin", "-p", "no:cacheprovider", "--record", str(path)]
+        command += [*options, *(str(checkout / test) for test in tests)]
+        done = subprocess.run(command, env=environment(checkout), check=False)
+        record = json.loads(path.read_text()) if path.exists() else None
+    return done.returncode, record
+
+
+def parsed() -> tuple[argparse.Namespace, list[str]]:
+    """The options of this script, and those of pytest."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("checkout", type=pathlib.Path)
-    parser.add_argument(
-        "--out", type=pathlib.Path, default=pathlib.Path("fla-conformance")
-    )
-    parser.add_argument(
-        "--implementation", choices=("pallas", "xla"), help="what jfla chooses"
-    )
+    out = pathlib.Path("fla-conformance")
+    parser.add_argument("--out", type=pathlib.Path, default=out)
+    names = ("pallas", "xla")
+    parser.add_argument("--implementation", choices=names, help="what jfla chooses")
+    parser.add_argument("-n", dest="workers", help="processes of pytest-xdist")
     arguments, rest = parser.parse_known_args()
     files = [arguments.checkout.resolve() / name for name in TESTS]
     if missing := [str(path) for path in files if not path.is_file()]:
         parser.error(
             f"checkout must have {' and '.join(TESTS)}, there is no {', '.join(missing)}"
         )
-    with tempfile.TemporaryDirectory() as folder:
-        record = pathlib.Path(folder, "record.json")
-        options = [
-            "-p",
-            "fla_plugin",
-            "-p",
-            "no:cacheprovider",
-            "--record",
-            str(record),
-        ]
-        options += ["-o", "log_cli=false", "-q"]
-        if arguments.implementation:
-            options += ["--implementation", arguments.implementation]
-        command = [sys.executable, "-m", "pytest", *options, *rest, *map(str, files)]
-        done = subprocess.run(
-            command, env=environment(arguments.checkout.resolve()), check=False
-        )
-        if not record.exists():
-            sys.stderr.write(
-                "error: pytest wrote no record; what it said stands above\n"
-            )
-            return done.returncode or 1
-        found = fla_table.cases(json.loads(record.read_text()))
-    head = described(arguments, rest)
-    if done.returncode not in (0, 1):  # 1 is a failed case, which the tables have
-        head["not all cases"] = f"pytest ended with status {done.returncode}"
+    return arguments, rest
+
+
+def main() -> int:
+    """Runs the tests, prints and writes the tables; returns the exit status."""
+    arguments, rest = parsed()
+    checkout = arguments.checkout.resolve()
+    options = list(rest)
+    if arguments.implementation:
+        options += ["--implementation", arguments.implementation]
+    workers = ["-n", arguments.workers] if arguments.workers else []
+    status, record = run_pytest(checkout, list(TESTS), options + workers)
+    if record is None:
+        sys.stderr.write("error: pytest wrote no record; what it said stands above\n")
+        return status or 1
+    head = described(arguments, rest + workers)
+    again = fla_table.out_of_memory(record)
+    if workers and again and status == 1:
+        status, alone = run_pytest(checkout, again, options)
+        record |= alone or {}
+        head["found no memory beside other cases, run again alone"] = str(len(again))
+    if status not in (0, 1):  # 1 is a failed case, which the tables have
+        head["not all cases"] = f"pytest ended with status {status}"
+    found = fla_table.cases(record)
     text = fla_table.markdown(head, found)
     arguments.out.mkdir(parents=True, exist_ok=True)
     (arguments.out / "table.md").write_text(text)
     everything = {"head": head, "cases": [dataclasses.asdict(case) for case in found]}
     (arguments.out / "cases.json").write_text(json.dumps(everything, indent=1) + "\n")
     print(text)
-    return fla_table.exit_status(found) or done.returncode
+    return fla_table.exit_status(found) or status
 
 
 if __name__ == "__main__":

@@ -141,3 +141,43 @@ def test_a_run_that_ended_early_is_no_success(status, returned, tmp_path, monkey
     assert (
         json.loads((out / "cases.json").read_text())["cases"][0]["outcome"] == "passed"
     )
+
+
+@pytest.mark.parametrize(
+    ("workers", "runs"), [(["-n", "4"], [["-n", "4"], []]), ([], [[]])]
+)
+def test_cases_without_memory_run_again_alone(workers, runs, tmp_path, monkeypatch):
+    """Only where other workers held the memory; a case that fails for another reason stays failed."""
+    checkout = tmp_path / "checkout"
+    (checkout / "tests/ops").mkdir(parents=True)
+    for name in run_fla.TESTS:
+        (checkout / name).touch()
+    first = {
+        CHUNK: entry("failed", KERNEL, reason="AssertionError: dq"),
+        PACKED: entry("failed", reason="torch.OutOfMemoryError: CUDA out of memory."),
+    }
+    second = {PACKED: entry("passed", KERNEL)}
+    records = [first, second]
+    seen = []
+
+    def pytest_run(command: list[str], **_) -> subprocess.CompletedProcess:
+        at = command.index("--record") + 1
+        pathlib.Path(command[at]).write_text(json.dumps(records[len(seen)]))
+        seen.append(command[at + 1 :])
+        return subprocess.CompletedProcess(command, 1 - len(seen) // 2)
+
+    monkeypatch.setattr(run_fla.subprocess, "run", pytest_run)
+    monkeypatch.setattr(run_fla, "described", lambda *_: {"device": "a CPU"})
+    out = tmp_path / "out"
+    command = ["run_fla.py", str(checkout), "--out", str(out), *workers]
+    monkeypatch.setattr(sys, "argv", command)
+    assert run_fla.main() == 1
+    files = [str(checkout / name) for name in run_fla.TESTS]
+    tests = [files, [str(checkout / PACKED)]][: len(runs)]
+    assert seen == [run + names for run, names in zip(runs, tests, strict=True)]
+    outcomes = [
+        case["outcome"]
+        for case in json.loads((out / "cases.json").read_text())["cases"]
+    ]
+    assert outcomes == ["failed", "passed" if workers else "failed"]
+    assert ("run again alone" in (out / "table.md").read_text()) == bool(workers)
