@@ -63,9 +63,13 @@ class KernelArrays(NamedTuple):
 
 
 def kernel_arrays(
-    inputs: Inputs, options: Options, *, row_is_segment: bool = False
+    inputs: Inputs,
+    options: Options,
+    *,
+    row_is_segment: bool = False,
+    segments_in_turn: bool = False,
 ) -> KernelArrays:
-    """Of validated inputs, in `operand_dtype`; with `row_is_segment` in place: see `heuristics.row_is_segment`."""
+    """Of validated inputs, in `operand_dtype`, for scans of segments as `Schedule` says."""
     dtype = operand_dtype(inputs, options)
     q = inputs.q
     k = inputs.k
@@ -79,7 +83,9 @@ def kernel_arrays(
     if options.aligned_segments:
         assert inputs.segment_ids is not None
         assert options.num_segments is not None
-        grid = segment_chunks(inputs.segment_ids, options.num_segments)
+        grid = segment_chunks(
+            inputs.segment_ids, options.num_segments, in_turn=segments_in_turn
+        )
     elif row_is_segment:
         grid = segment_chunks(_is_token(inputs).astype(jnp.int32), 1)
     g = inputs.g.astype(g_dtype)
@@ -157,9 +163,14 @@ def by_segment(state: State | None) -> Float[Array, "B S HV K V"] | None:
 def _resets(
     inputs: Inputs, options: Options, grid: SegmentChunks | None
 ) -> Float[Array, "B T"] | None:
-    """`reset_rows` in whole chunks; of segments that have chunks of their own only the tails are left."""
+    """`reset_rows` in whole chunks; of segments that are scanned by themselves only the tails are left."""
     if grid is not None and (inputs.segment_ids is None or options.aligned_segments):
-        return (grid.source == inputs.v.shape[1]).astype(F32)
+        is_tail = grid.source == inputs.v.shape[1]
+        if grid.begins is None:
+            return is_tail.astype(F32)
+        is_first = jnp.arange(CHUNK) == 0
+        begins = (grid.begins[:, :, None] & is_first).reshape(is_tail.shape)
+        return jnp.where(is_tail, 1.0, jnp.where(begins, STRONGEST, 0.0))
     if inputs.segment_ids is None:
         return None
     rows = reset_rows(inputs.segment_ids, starts(inputs.segment_ids))

@@ -139,7 +139,12 @@ def _forward(
     for_backward: bool,
     stretch: Stretch | None,
 ) -> tuple[DeltaRuleOutput, Residuals]:
-    x = kernel_arrays(inputs, options, row_is_segment=schedule.row_is_segment)
+    x = kernel_arrays(
+        inputs,
+        options,
+        row_is_segment=schedule.row_is_segment,
+        segments_in_turn=schedule.segments_in_turn,
+    )
     entered, split_r = None, None
     dims = x.dims
     num_checkpoints = (

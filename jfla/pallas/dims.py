@@ -18,6 +18,8 @@ class Dims(NamedTuple):
     # rows are packed without a number of segments, or their last chunk is not whole
     has_partial_chunks: bool = False
     may_be_padded: bool = False  # every row from another token on
+    # each packed segment has a state of its own going in or coming out
+    has_segment_states: bool = False
 
     @property
     def are_chains(self) -> bool:
@@ -39,6 +41,12 @@ class Dims(NamedTuple):
         """With every row as one packed segment."""
         n_chunks = num_aligned_chunks(self.n_chunks * CHUNK, 1)
         return self._replace(n_chunks=n_chunks, segments=1, has_partial_chunks=False)
+
+    def as_one_chain(self) -> "Dims | None":
+        """With all packed segments in one chain; None where some have states, or rows end at chunks of their own."""
+        if self.segments is None or self.batch > 1 or self.has_segment_states:
+            return None
+        return self._replace(segments=1)
 
     def as_copied(self) -> "Dims":
         """With all chunks whole, as copies have them."""
@@ -63,6 +71,7 @@ def dims_of(inputs: Inputs, options: Options | None = None) -> Dims:
         segments=segments,
         has_partial_chunks=segments is None and _has_partial_chunks(inputs, options),
         may_be_padded=inputs.segment_ids is not None,
+        has_segment_states=options is not None and options.per_segment_state,
     )
 
 

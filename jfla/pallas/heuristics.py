@@ -8,6 +8,14 @@ import dataclasses
 from typing import NamedTuple
 
 from jfla.pallas.dims import Dims
+from jfla.pallas.kernel_times import (
+    BEGIN_US,
+    INTRA_US,
+    SCAN_US,
+    beside_us,
+    one_by_one_us,
+    segments_us,
+)
 from jfla.pallas.machine import Machine
 from jfla.types import CHUNK, Op
 
@@ -74,6 +82,8 @@ class Schedule:
     intra_ctas: int  # CTAs of the intra-chunk kernel, at most
     # every row is read in place as one packed segment, see `row_is_segment`
     row_is_segment: bool = False
+    # the forward scans packed segments as one chain, whose state decays to 0 where each begins
+    segments_in_turn: bool = False
 
 
 def schedule(
@@ -96,6 +106,7 @@ def schedule(
         of_segments = schedule(op, dims.as_segments(), *device, exclusive=exclusive)
         return dataclasses.replace(of_segments, row_is_segment=True)
     overlap = overlap_schedule(op, dims, num_sms, bytes_per_us, exclusive=exclusive)
+    chains = (overlap.segments_in_turn and dims.as_one_chain()) or dims
     return Schedule(
         machine=machine,
         num_sms=num_sms,
@@ -105,12 +116,13 @@ def schedule(
         overlap_v_block=overlap.v_block,
         overlap_ctas=overlap.num_ctas,
         sequences_per_group=overlap.sequences_per_group,
-        ring_chunks=ring_chunks(dims, overlap, num_sms) if exclusive else 0,
+        ring_chunks=ring_chunks(chains, overlap, num_sms) if exclusive else 0,
         time_splits=time_splits(dims, num_sms),
         stretch_splits=stretch_splits(dims, num_sms),
         num_spans=num_spans(op, dims, num_sms),
         intra_wgs=intra_wgs(op, dims.key_dim),
         intra_ctas=num_sms,
+        segments_in_turn=overlap.segments_in_turn,
     )
 
 
@@ -199,30 +211,13 @@ def scan_v_block(dims: Dims, num_sms: int) -> int:
     return fewest if dims.sequences * (dims.value_dim // 64) <= num_sms else most
 
 
-class _IntraTimes(NamedTuple):
-    """Microseconds for the intra-chunk work of a chunk, of a warpgroup (scalar gate) or a CTA (gate per channel)."""
-
-    alone: float
-    beside_scan: float
-    with_ring: float  # beside a scan
-
-
-# Measured on an H200 with K = V = 128; microseconds of a scan for a chunk, by its columns of V.
-_INTRA_US = {
-    False: _IntraTimes(alone=5.6, beside_scan=7.2, with_ring=6.2),
-    True: _IntraTimes(alone=11.0, beside_scan=10.8, with_ring=10.8),
-}
-_SCAN_US = {64: 1.25, 128: 1.7}
-_BEGIN_US = 0.3  # what a chunk has of the time in which a CTA begins to scan segments
-_NEXT_GROUP_US = 10  # until a scan's CTAs are those of the next group
-
-
 class Overlap(NamedTuple):
     """The intra-chunk kernel beside the output scan."""
 
     v_block: int  # of the scan
     num_ctas: int  # of the intra-chunk kernel; 0: it runs before the scan
     sequences_per_group: int = 0  # see `Schedule`
+    segments_in_turn: bool = False  # see `Schedule`
 
 
 def overlap_schedule(
@@ -236,62 +231,55 @@ def overlap_schedule(
     """Whether the intra-chunk kernel runs beside the scan, and on how many multiprocessors.
 
     Overlap pays while the scan leaves many multiprocessors idle, or would be bound by bytes that a ring keeps in the
-    second-level cache; not where time is split or all chunks fit in one wave. Of packed segments see
-    `_overlap_of_segments`. KDA with K = 256 makes its A matrices in two kernels, of which none can. With t_intra and
-    t_scan for all chunks and the intra-chunk work in so many rounds,
-
-        t = max(rounds * t_intra + t_scan / rounds, t_scan)
-
-    because the scan ends a round after the last one. Where sequences go in groups, both kernels wait while the scan's
-    CTAs for the next group begin.
+    second-level cache; not where time is split or all chunks fit in one wave. KDA with K = 256 makes its A matrices in
+    two kernels, of which none can.
     """
     v_block = scan_v_block(dims, num_sms)
     if time_splits(dims, num_sms) > 1 or dims.num_chunks <= num_sms:
         return Overlap(v_block, 0)
     if not op.scalar_gate and dims.key_dim > 128:
         return Overlap(v_block, 0)
-    if dims.segments is not None and not _few_segments(dims, num_sms):
-        return _overlap_of_segments(op, dims, num_sms)
-    exclusive = exclusive and dims.are_chains  # else there is no ring
+    device = (num_sms, bytes_per_us)
+    if dims.segments is None or _few_segments(dims, num_sms):
+        return _overlap_of_chains(op, dims, *device, exclusive=exclusive)[1]
+    side_by_side_us, side_by_side = _overlap_of_segments(op, dims, *device)
+    # The decay that keeps segments apart takes digits from a scalar gate's sums: a segment would not have the bits of a
+    # call on it alone.
+    one_chain = None if op.scalar_gate else dims.as_one_chain()
+    if one_chain is None or not exclusive or not _few_segments(one_chain, num_sms):
+        return side_by_side
+    in_turn_us, in_turn = _overlap_of_chains(op, one_chain, *device)
+    if in_turn_us < side_by_side_us and ring_chunks(one_chain, in_turn, num_sms):
+        return in_turn._replace(segments_in_turn=True)
+    return side_by_side
+
+
+def _overlap_of_chains(
+    op: Op,
+    dims: Dims,
+    num_sms: int,
+    bytes_per_us: float,
+    *,
+    exclusive: bool = True,
+) -> tuple[float, Overlap]:
+    """The shortest, with its microseconds: one kernel after the other, or side by side with as much of V as may be."""
+    v_block = scan_v_block(dims, num_sms)
+    ring = exclusive and dims.are_chains
     wgs = intra_wgs(op, dims.key_dim)
-    intra_us = _INTRA_US[op.scalar_gate]
-    beside_us = intra_us.with_ring if exclusive else intra_us.beside_scan
-    one_by_one_us = _one_by_one_us(op, dims, v_block, num_sms, bytes_per_us)
-    choices = [(one_by_one_us, Overlap(v_block, 0))]
+    one_by_one = one_by_one_us(op, dims, v_block, wgs, num_sms, bytes_per_us)
+    choices = [(one_by_one, Overlap(v_block, 0))]
     for columns in set(v_blocks(dims)):
         # The intra-chunk kernel ends at the last chunk that has tokens, which of groups is not the last in order.
-        in_groups = exclusive and dims.segments is None
+        in_groups = ring and dims.segments is None
         for sequences in _group_sizes(dims, num_sms, in_groups):
             idle_sms = num_sms - sequences * (dims.value_dim // columns)
             if idle_sms <= 0:
                 continue
             num_groups = dims.sequences // sequences
-            scan_us = num_groups * dims.n_chunks * _SCAN_US[columns]
-            rounds = -(-dims.num_chunks // (idle_sms * wgs))
-            longest = max(rounds * beside_us + scan_us / rounds, scan_us)
-            longest += (num_groups - 1) * _NEXT_GROUP_US
+            us = beside_us(op, dims, columns, wgs, idle_sms, num_groups, ring=ring)
             per_group = 0 if num_groups == 1 else sequences
-            choices.append((longest, Overlap(columns, idle_sms, per_group)))
-    return min(choices)[1]
-
-
-def _one_by_one_us(
-    op: Op, dims: Dims, v_block: int, num_sms: int, bytes_per_us: float
-) -> float:
-    """Of the intra-chunk kernel, in rounds, and then of the scan, in waves of CTAs; each may be bound by its bytes."""
-    alone_us = _INTRA_US[op.scalar_gate].alone
-    rounds = -(-dims.num_chunks // (num_sms * intra_wgs(op, dims.key_dim)))
-    waves = -(-dims.sequences * (dims.value_dim // v_block) // num_sms)
-    a_bytes = 2 * 2 * CHUNK * CHUNK
-    rows_of_k = 2 * CHUNK * dims.key_dim  # 16 bits
-    rows_of_v = 2 * CHUNK * dims.value_dim
-    # q and k; with a gate per channel g in float32, and q, k and k to the chunk's end as they decay
-    intra_bytes = (2 if op.scalar_gate else 7) * rows_of_k + a_bytes
-    scan_bytes = (2 if op.scalar_gate else 3) * rows_of_k + a_bytes + 2 * rows_of_v
-    bytes_us = dims.num_chunks / bytes_per_us
-    intra_us = max(rounds * alone_us, intra_bytes * bytes_us)
-    scan_us = max(waves * dims.n_chunks * _SCAN_US[v_block], scan_bytes * bytes_us)
-    return intra_us + scan_us
+            choices.append((us, Overlap(columns, idle_sms, per_group)))
+    return min(choices)
 
 
 def _group_sizes(dims: Dims, num_sms: int, in_groups: bool) -> list[int]:
@@ -328,18 +316,21 @@ def _few_segments(dims: Dims, num_sms: int) -> bool:
     return dims.segments == 1 and dims.sequences * dims.value_dim < num_sms * columns
 
 
-def _overlap_of_segments(op: Op, dims: Dims, num_sms: int) -> Overlap:
-    """Multiprocessors in the ratio of the work: CTAs of the scan end, and others take their place.
+def _overlap_of_segments(
+    op: Op, dims: Dims, num_sms: int, bytes_per_us: float
+) -> tuple[float, Overlap]:
+    """Multiprocessors in the ratio of the work: CTAs of the scan end, and others take their place. With microseconds.
 
-    The intra-chunk kernel takes chunks in the order in which segments are scanned, so that a scan waits for little and
-    finds its operands in the second-level cache.
+    The intra-chunk kernel takes chunks in the order in which segments are scanned, so that a scan waits for little.
     """
     _, columns = v_blocks(dims)
-    scan_us = (_SCAN_US[columns] + _BEGIN_US) * (dims.value_dim // columns)
-    beside_us = _INTRA_US[op.scalar_gate].beside_scan
-    intra_us = beside_us / intra_wgs(op, dims.key_dim)
+    wgs = intra_wgs(op, dims.key_dim)
+    scan_us = (SCAN_US[columns] + BEGIN_US) * (dims.value_dim // columns)
+    intra_us = INTRA_US[op.scalar_gate].beside_scan / wgs
     ctas = round(num_sms * intra_us / (intra_us + scan_us))
-    return Overlap(columns, min(max(ctas, 1), num_sms - 1) if num_sms > 1 else 0)
+    ctas = min(max(ctas, 1), num_sms - 1)
+    us = segments_us(op, dims, wgs, max(ctas, 1), bytes_per_us)
+    return us, Overlap(columns, ctas)
 
 
 def time_splits(dims: Dims, num_sms: int) -> int:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
-from jaxtyping import Array, Int, Shaped
+from jaxtyping import Array, Bool, Int, Shaped
 
 from jfla.packing import num_aligned_chunks, segment_bounds
 from jfla.pallas.common.end_copies import copy_ends
@@ -32,6 +32,8 @@ class SegmentChunks(NamedTuple):
     source: Int[Array, "B N_C"]  # packed position that a row of the grid reads; T: none
     # row of the grid of each packed token; N C: none, padding
     target: Int[Array, "B T"]
+    # the chunk is the first of a segment, where decay is what keeps segments apart; else None
+    begins: Bool[Array, "B N"] | None
     bounds: Int[Array, "B S_plus_2"]  # first token of slots 0 .. S, and T
     table: SegmentTable
     most_chunks: Int[Array, "1"]  # with tokens, of the row that has most
@@ -73,9 +75,21 @@ class _Segments(NamedTuple):
         has_next = (next_rank < self.rank.shape[1]) & (next_cta == self.cta)
         return jnp.where(has_next, next_rank, -1)
 
+    def as_one(self) -> "_Segments":
+        """One segment of all chunks of segments, and padding behind it."""
+        padding_chunk = self.first_chunk[:, -1:]
+        end_chunk = self.end_chunk[:, -1:]
+        number = jnp.arange(3, dtype=jnp.int32)[None]
+        bounds = jnp.where(number == 1, padding_chunk, end_chunk) * CHUNK
+        bounds = jnp.where(number == 0, 0, bounds)
+        rank = jnp.arange(2, dtype=jnp.int32)[None]
+        return _Segments(bounds, rank, rank * padding_chunk)
 
-def segment_chunks(segment_ids: Int[Array, "B T"], num_segments: int) -> SegmentChunks:
-    """Of 0-based segments 0 .. S-1, and S for padding."""
+
+def segment_chunks(
+    segment_ids: Int[Array, "B T"], num_segments: int, *, in_turn: bool = False
+) -> SegmentChunks:
+    """Of 0-based segments 0 .. S-1, and S for padding; to a scan those `in_turn` are one segment."""
     batch, time = segment_ids.shape
     n_chunks = num_aligned_chunks(time, num_segments)
     segments = _segments(segment_ids, num_segments)
@@ -89,9 +103,12 @@ def segment_chunks(segment_ids: Int[Array, "B T"], num_segments: int) -> Segment
     own_shift = jnp.take_along_axis(shift, jnp.maximum(segment_ids - 1, 0), axis=1)
     valid = (segment_ids > 0) & (segment_ids <= num_segments)
     target = jnp.where(valid, jnp.arange(time)[None] + own_shift, n_chunks * CHUNK)
-    table = SegmentTable(_table(segments), _scan_ctas(segments, n_chunks))
+    begins = _begins(segments, n_chunks) if in_turn else None
+    scanned = segments.as_one() if in_turn else segments
+    table = SegmentTable(_table(scanned), _scan_ctas(scanned, n_chunks))
     most_chunks = jnp.max(segments.end_chunk[:, -1:], axis=0)
-    return SegmentChunks(places, source, target, segments.bounds, table, most_chunks)
+    bounds = segments.bounds
+    return SegmentChunks(places, source, target, begins, bounds, table, most_chunks)
 
 
 def _segments(segment_ids: Int[Array, "B T"], num_segments: int) -> _Segments:
@@ -157,6 +174,15 @@ def _places(segments: _Segments, n_chunks: int) -> Int[Array, "B N 2"]:
     has_none = (chunks.segment == padding) & (chunks.number >= chunks.end_chunk)
     other = jnp.where(has_none, none, 0)
     return _sum_over_segments(jnp.where(chunks.is_own, own, other))
+
+
+def _begins(segments: _Segments, n_chunks: int) -> Bool[Array, "B N"]:
+    """Whether a chunk is the first of a segment that has tokens."""
+    chunks = _chunks(segments, n_chunks)
+    padding = segments.rank.shape[1] - 1
+    is_first = chunks.number == _by_segment(segments.first_chunk)
+    begins = is_first & chunks.is_own & (chunks.segment < padding)
+    return jnp.any(begins[..., 0], axis=2)
 
 
 def _tokens(segments: _Segments, n_chunks: int) -> Int[Array, "B N 2"]:

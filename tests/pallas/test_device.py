@@ -167,6 +167,33 @@ def test_a_ring_gives_rows_in_place_the_same_bits(op, batch, segments):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("padding", [0, 1500])
+@pytest.mark.parametrize("v_block", [64, 128])
+def test_a_ring_gives_segments_in_turn_the_same_bits(v_block, padding):
+    """One chain of many lengths, some 0, and the padding behind it, which is scanned by CTAs of its own."""
+    sizes = {"time": 4000, "heads": 32, "key_dim": 128, "value_dim": 128}
+    arrays, rest = inputs(Call("kda", "raw", segments=20, group=1, **sizes))
+    ids = rest["segment_ids"]
+    ids = jnp.where((ids == 4) | (ids == 20), ids - 1, ids)  # two of no token
+    rest["segment_ids"] = ids.at[:, sizes["time"] - padding :].set(0)
+    rest["num_segments"] = 20
+    beside = {"overlap_v_block": v_block, "overlap_ctas": 132 - 4096 // v_block}
+    in_turn = beside | {"segments_in_turn": True}
+    found = []
+    for different in (
+        {"segments_in_turn": False, "overlap_ctas": 0},
+        in_turn | {"overlap_ctas": 0},
+        in_turn | {"ring_chunks": 0},
+        in_turn | {"ring_chunks": 8},
+    ):
+        chunk = scheduled("kda", interpret=False, **different)
+        found.append(jax.tree.map(np.asarray, results(chunk, arrays, rest)))
+    side_by_side, *others = found
+    for other in others:
+        jax.tree.map(np.testing.assert_array_equal, side_by_side, other)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("segments", [0, 20])
 def test_spans_of_time_one_after_the_other_give_the_bits_of_the_whole(segments):
     sizes = {"batch": 2, "time": 2048, "heads": 8, "key_dim": 128, "value_dim": 128}

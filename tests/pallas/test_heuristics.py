@@ -15,6 +15,7 @@ from jfla import chunk_op
 from jfla.pallas import support
 from jfla.pallas.common.chunk_index import ChunkGrid
 from jfla.pallas.dims import Dims
+from jfla.pallas.dims import dims_of as dims_of_call
 from jfla.pallas.heuristics import (
     H200_BYTES_PER_US,
     HOPPER_SMS,
@@ -142,7 +143,7 @@ def test_nothing_waits_in_a_ring_for_what_may_never_run(
     if not found.ring_chunks:
         return
     scan_ctas = group_size * -(-value_dim // found.overlap_v_block)
-    assert segments in (None, 1)
+    assert segments in (None, 1) or found.segments_in_turn
     assert 0 < found.overlap_ctas <= num_sms - scan_ctas
     # A CTA's next chunk waits for one that is ready before the CTA's last one.
     assert found.ring_chunks > -(-found.overlap_ctas // group_size)
@@ -173,15 +174,22 @@ def test_a_ring_always_gets_room(op, batch, heads, n_chunks, bytes_per_us):
     heads=st.sampled_from([8, 16, 20, 32, 36]),
     n_chunks=st.integers(9, 40),
     padding=st.integers(0, 40),
-    whole_rows=st.booleans(),
+    segments=st.sampled_from([0, 1, 3]),
+    bytes_per_us=st.sampled_from([H200_BYTES_PER_US, 1e6]),
 )
 def test_a_ring_of_a_segment_and_its_padding_always_gets_room(
-    op, heads, n_chunks, padding, whole_rows
+    op, heads, n_chunks, padding, segments, bytes_per_us
 ):
+    """Of rows that are one segment, with 0 two of whole chunks, or a row whose segments are scanned in turn."""
+    whole_rows = segments == 0
     batch = 2 if whole_rows else 1
-    dims = Dims(batch, heads, n_chunks, 128, 128, 1, may_be_padded=not whole_rows)
-    found = schedule(OPS[op], dims)
+    sizes = (batch, heads, n_chunks, 128, 128, segments or 1)
+    dims = Dims(*sizes, may_be_padded=not whole_rows)
+    found = schedule(OPS[op], dims, bytes_per_us=bytes_per_us)
     assert not found.sequences_per_group
+    if found.segments_in_turn:
+        assert segments == 3
+        dims = dims._replace(segments=1)
     if found.ring_chunks:
         length = n_chunks if whole_rows else max(n_chunks - padding, 0)
         got = chunks_read(OPS[op], dims, found, [length] * batch)
@@ -364,10 +372,56 @@ def test_scans_of_long_segments_split_v(segments, v_block):
     ("op", "v_block", "ctas"), [("kda", 128, 103), ("gdn", 128, 76)]
 )
 def test_kernels_overlap_where_segments_are_packed(op, v_block, ctas):
-    dims = Dims(1, 32, 300, 128, 128, 20)
+    dims = Dims(1, 32, 300, 128, 128, 20, has_segment_states=True)
     assert overlap_schedule(OPS[op], dims, HOPPER_SMS) == Overlap(v_block, ctas)
-    assert overlap_schedule(OPS[op], dims, 1)[1] == 0
-    assert (
-        overlap_schedule(OPS[op], dims._replace(heads=1, n_chunks=30), HOPPER_SMS)[1]
-        == 0
-    )
+    assert overlap_schedule(OPS[op], dims, 1).num_ctas == 0
+    few = dims._replace(heads=1, n_chunks=30)
+    assert overlap_schedule(OPS[op], few, HOPPER_SMS).num_ctas == 0
+
+
+@pytest.mark.parametrize(
+    ("op", "heads", "bytes_per_us", "in_turn"),
+    [
+        ("kda", 32, H200_BYTES_PER_US, True),
+        ("kda", 32, 3.03e6, True),
+        ("kda", 8, H200_BYTES_PER_US, False),  # a chain of all chunks takes longer
+        ("kda", 128, H200_BYTES_PER_US, False),  # no multiprocessor is left beside it
+        ("gdn", 32, 3.03e6, False),  # it would not have the bits of calls on each
+    ],
+)
+def test_segments_go_in_turn_where_a_ring_makes_that_shorter(
+    op, heads, bytes_per_us, in_turn
+):
+    dims = Dims(1, heads, 276, 128, 128, 20, may_be_padded=True)
+    found = schedule(OPS[op], dims, bytes_per_us=bytes_per_us)
+    assert found.segments_in_turn == in_turn
+    assert (found.ring_chunks > 0) == in_turn
+    # What the backward has is that of segments that are side by side.
+    with_states = dims._replace(has_segment_states=True)
+    by_themselves = schedule(OPS[op], with_states, bytes_per_us=bytes_per_us)
+    assert found.scan_v_block == by_themselves.scan_v_block
+    assert found.num_spans == by_themselves.num_spans
+    for other in (
+        by_themselves,
+        schedule(OPS[op], dims._replace(batch=2), bytes_per_us=bytes_per_us),
+        schedule_of_part(OPS[op], dims, found),
+        schedule(OPS[op], dims, bytes_per_us=bytes_per_us, exclusive=False),
+    ):
+        assert not other.segments_in_turn
+        assert other.ring_chunks == 0
+
+
+@pytest.mark.parametrize(
+    ("more", "one_chain"),
+    [
+        ({}, False),
+        ({"num_segments": 2}, True),
+        ({"num_segments": 2, "return_final_state": True}, False),
+        ({"initial_state": jnp.zeros((1, 2, 1, 64, 64))}, False),
+    ],
+)
+def test_which_calls_may_be_one_chain(more: dict, one_chain: bool):
+    x = jnp.zeros((1, 64, 1, 64), jnp.bfloat16)
+    ids = jnp.ones((1, 64), jnp.int32)
+    call = validated("kda", x, x, x, x, x[..., 0], segment_ids=ids, **more)
+    assert (dims_of_call(*call).as_one_chain() is not None) == one_chain

@@ -125,9 +125,9 @@ def test_segments_are_scanned_by_themselves_where_their_number_is_known(monkeypa
     """Also without states; without `num_segments` the packed grid stays, with decays that empty the state."""
     grids = []
 
-    def spy(segment_ids: jax.Array, num_segments: int) -> object:
+    def spy(segment_ids: jax.Array, num_segments: int, *, in_turn: bool) -> object:
         grids.append(num_segments)
-        return segment_chunks(segment_ids, num_segments)
+        return segment_chunks(segment_ids, num_segments, in_turn=in_turn)
 
     monkeypatch.setattr("jfla.pallas.arrays.segment_chunks", spy)
     arrays, rest = inputs(Call("gdn", "weak", time=70, segments=2, group=1))

@@ -1,0 +1,99 @@
+"""Estimates of how long the forward's kernels take, in microseconds, from times of a chunk and bytes.
+
+Of KDA and GDN with K = V = 128 on an H200; what differs between GPUs is how fast memory is copied.
+"""
+
+from typing import NamedTuple
+
+from jfla.pallas.dims import Dims
+from jfla.types import CHUNK, Op
+
+
+class IntraTimes(NamedTuple):
+    """Microseconds for the intra-chunk work of a chunk, of a warpgroup (scalar gate) or a CTA (gate per channel)."""
+
+    alone: float
+    beside_scan: float
+    with_ring: float  # beside a scan
+
+
+INTRA_US = {
+    False: IntraTimes(alone=5.6, beside_scan=7.2, with_ring=6.2),
+    True: IntraTimes(alone=11.0, beside_scan=10.8, with_ring=10.8),
+}  # by whether the gate is a scalar
+SCAN_US = {64: 1.25, 128: 1.7}  # of a chunk, by the CTA's columns of V
+BEGIN_US = 0.3  # what a chunk has of the time in which a CTA begins to scan segments
+NEXT_GROUP_US = 10  # until a scan's CTAs are those of the next group
+SEGMENTS_COPY_SHARE = 0.9  # of a copy's rate, beside the scans of segments (an H100)
+
+
+class ChunkBytes(NamedTuple):
+    """What a chunk moves from and to device memory, where no kernel finds it in the second-level cache."""
+
+    intra: int
+    scan: int
+
+    @classmethod
+    def of(cls, op: Op, dims: Dims) -> "ChunkBytes":
+        """Of operands of 16 bits, and a gate per channel in float32."""
+        a_bytes = 2 * 2 * CHUNK * CHUNK
+        rows_of_k = 2 * CHUNK * dims.key_dim
+        rows_of_v = 2 * CHUNK * dims.value_dim
+        # q and k; with a gate per channel g, and q, k and k to the chunk's end as they decay
+        intra = (2 if op.scalar_gate else 7) * rows_of_k + a_bytes
+        scan = (2 if op.scalar_gate else 3) * rows_of_k + a_bytes + 2 * rows_of_v
+        return cls(intra, scan)
+
+
+def one_by_one_us(
+    op: Op, dims: Dims, v_block: int, wgs: int, num_sms: int, bytes_per_us: float
+) -> float:
+    """Of the intra-chunk kernel, in rounds, and then of the scan, in waves of CTAs; each may be bound by its bytes.
+
+    `wgs` warpgroups of a CTA of the intra-chunk kernel have chunks of their own.
+    """
+    rounds = -(-dims.num_chunks // (num_sms * wgs))
+    waves = -(-dims.sequences * (dims.value_dim // v_block) // num_sms)
+    chunk_bytes = ChunkBytes.of(op, dims)
+    bytes_us = dims.num_chunks / bytes_per_us
+    alone_us = INTRA_US[op.scalar_gate].alone
+    intra_us = max(rounds * alone_us, chunk_bytes.intra * bytes_us)
+    scan_us = max(waves * dims.n_chunks * SCAN_US[v_block], chunk_bytes.scan * bytes_us)
+    return intra_us + scan_us
+
+
+def beside_us(
+    op: Op,
+    dims: Dims,
+    v_block: int,
+    wgs: int,
+    num_ctas: int,
+    num_groups: int = 1,
+    *,
+    ring: bool,
+) -> float:
+    """Of the intra-chunk kernel on `num_ctas` multiprocessors beside the scan of chains on the others.
+
+    With t_intra and t_scan for all chunks and the intra-chunk work in so many rounds,
+
+        t = max(rounds * t_intra + t_scan / rounds, t_scan)
+
+    because the scan ends a round after the last one. Where sequences go in groups, both kernels wait while the scan's
+    CTAs for the next group begin.
+    """
+    times = INTRA_US[op.scalar_gate]
+    intra_us = times.with_ring if ring else times.beside_scan
+    scan_us = num_groups * dims.n_chunks * SCAN_US[v_block]
+    rounds = -(-dims.num_chunks // (num_ctas * wgs))
+    longest = max(rounds * intra_us + scan_us / rounds, scan_us)
+    return longest + (num_groups - 1) * NEXT_GROUP_US
+
+
+def segments_us(
+    op: Op, dims: Dims, wgs: int, num_ctas: int, bytes_per_us: float
+) -> float:
+    """The same beside the scans of packed segments, which read what was made too long before to be in the cache."""
+    intra_us = INTRA_US[op.scalar_gate].beside_scan
+    chunk_bytes = sum(ChunkBytes.of(op, dims))
+    bytes_us = chunk_bytes / (SEGMENTS_COPY_SHARE * bytes_per_us)
+    return dims.num_chunks * max(intra_us / (num_ctas * wgs), bytes_us)
