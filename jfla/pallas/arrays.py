@@ -119,6 +119,12 @@ def operand_dtype(inputs: Inputs, options: Options) -> DTypeLike:
     return F16 if options.op.scalar_gate and all_half else BF16
 
 
+def query_dtype(inputs: Inputs) -> DTypeLike:
+    """Of dq and dk as the gradient kernels leave them: float32 where value heads are left to sum."""
+    whole = inputs.q.dtype == BF16 and inputs.q.shape[2] == inputs.v.shape[2]
+    return BF16 if whole else F32
+
+
 def cotangent_scale(
     inputs: Inputs, d_output: Value, d_final: State | None
 ) -> Float[Array, " B"] | None:

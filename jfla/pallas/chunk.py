@@ -20,6 +20,7 @@ from jfla.pallas.arrays import (
     operand_dtype,
     qk_options,
     qkg_operands,
+    query_dtype,
     times_rows,
     to_kernel_state,
     to_kernel_states,
@@ -40,7 +41,7 @@ from jfla.pallas.heuristics import Schedule
 from jfla.pallas.machine import tracing_for
 from jfla.pallas.mgpu.in_place import write_in_place
 from jfla.pallas.mgpu.overlap import Lead, PendingResults, overlap, run
-from jfla.pallas.mgpu.smem import BF16, F16, F32
+from jfla.pallas.mgpu.smem import F16, F32
 from jfla.pallas.mgpu.types import Gmem
 from jfla.pallas.mma.grads_gdn import grads_gdn as mma_grads_gdn
 from jfla.pallas.mma.grads_kda import grads_kda as mma_grads_kda
@@ -111,12 +112,6 @@ def grads_kernel(
     return sum_over_channel_blocks(
         grads_gdn(qk, tokens, scans, static, schedule.num_sms, dtype)
     )
-
-
-def query_dtype(inputs: Inputs) -> DTypeLike:
-    """Of dq and dk as the gradient kernels leave them: float32 where value heads are left to sum."""
-    whole = inputs.q.dtype == BF16 and inputs.q.shape[2] == inputs.v.shape[2]
-    return BF16 if whole else F32
 
 
 def forward(
