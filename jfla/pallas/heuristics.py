@@ -9,9 +9,8 @@ from typing import NamedTuple
 
 from jfla.pallas.dims import Dims
 from jfla.pallas.kernel_times import (
-    BEGIN_US,
     INTRA_US,
-    SCAN_US,
+    SEGMENT_SCAN_US,
     beside_us,
     one_by_one_us,
     segments_us,
@@ -325,7 +324,7 @@ def _overlap_of_segments(
     """
     _, columns = v_blocks(dims)
     wgs = intra_wgs(op, dims.key_dim)
-    scan_us = (SCAN_US[columns] + BEGIN_US) * (dims.value_dim // columns)
+    scan_us = SEGMENT_SCAN_US[columns] * (dims.value_dim // columns)
     intra_us = INTRA_US[op.scalar_gate].beside_scan / wgs
     ctas = round(num_sms * intra_us / (intra_us + scan_us))
     ctas = min(max(ctas, 1), num_sms - 1)

@@ -21,8 +21,10 @@ INTRA_US = {
     False: IntraTimes(alone=5.6, beside_scan=7.2, with_ring=6.2),
     True: IntraTimes(alone=11.0, beside_scan=10.8, with_ring=10.8),
 }  # by whether the gate is a scalar
-SCAN_US = {64: 1.25, 128: 1.7}  # of a chunk, by the CTA's columns of V
-BEGIN_US = 0.3  # what a chunk has of the time in which a CTA begins to scan segments
+# Of a chunk, by the CTA's columns of V: two warpgroups share the tensor cores where there are 128.
+SCAN_US = {False: {64: 1.25, 128: 2.0}, True: {64: 1.25, 128: 1.85}}
+# Of segments side by side a multiprocessor's, with what a chunk has of the time in which a CTA begins a segment.
+SEGMENT_SCAN_US = {64: 1.55, 128: 2.0}
 NEXT_GROUP_US = 10  # until a scan's CTAs are those of the next group
 SEGMENTS_COPY_SHARE = 0.9  # of a copy's rate, beside the scans of segments (an H100)
 
@@ -57,8 +59,9 @@ def one_by_one_us(
     chunk_bytes = ChunkBytes.of(op, dims)
     bytes_us = dims.num_chunks / bytes_per_us
     alone_us = INTRA_US[op.scalar_gate].alone
+    scan_us = SCAN_US[op.scalar_gate][v_block]
     intra_us = max(rounds * alone_us, chunk_bytes.intra * bytes_us)
-    scan_us = max(waves * dims.n_chunks * SCAN_US[v_block], chunk_bytes.scan * bytes_us)
+    scan_us = max(waves * dims.n_chunks * scan_us, chunk_bytes.scan * bytes_us)
     return intra_us + scan_us
 
 
@@ -83,7 +86,7 @@ def beside_us(
     """
     times = INTRA_US[op.scalar_gate]
     intra_us = times.with_ring if ring else times.beside_scan
-    scan_us = num_groups * dims.n_chunks * SCAN_US[v_block]
+    scan_us = num_groups * dims.n_chunks * SCAN_US[op.scalar_gate][v_block]
     rounds = -(-dims.num_chunks // (num_ctas * wgs))
     longest = max(rounds * intra_us + scan_us / rounds, scan_us)
     return longest + (num_groups - 1) * NEXT_GROUP_US
