@@ -15,6 +15,7 @@ from support.described_calls import describe
 import jfla
 from benchmarks.h200 import H200
 from jfla.pallas import support
+from jfla.pallas.segments import SegmentChunks, segment_chunks
 
 
 def compile_for_h200(function: Callable[..., Any], *arguments: Any) -> str:
@@ -168,6 +169,43 @@ def test_chunks_of_segments_in_place_spill_few_bytes(
         assert found["spilled bytes"] <= (SPILLED | SPILLED_IN_PLACE).get(kernel, 0), (
             kernel
         )
+        assert "serialized" not in found, kernel
+
+
+@pytest.mark.aot
+@pytest.mark.slow
+@pytest.mark.parametrize("raw", [False, True])
+def test_segments_in_turn_spill_few_bytes(raw, capfd, monkeypatch):
+    """Of KDA, one row of many heads, without states: one chain of chunks in place, which has a ring and resets."""
+    monkeypatch.setitem(os.environ, "MOSAIC_GPU_DUMP_PTXAS", "1")
+    tables = []
+
+    def spy(*ids: jax.Array, in_turn: bool) -> SegmentChunks:
+        tables.append(in_turn)
+        return segment_chunks(*ids, in_turn=in_turn)
+
+    monkeypatch.setattr("jfla.pallas.arrays.segment_chunks", spy)
+    arrays, static = describe("kda", (128, 128), raw, batch=1, time=4000)
+    many = {
+        name: jax.ShapeDtypeStruct((1, 4000, 32, *x.shape[3:]), x.dtype)
+        for name, x in arrays.items()
+        if name != "gate"
+    }
+    if raw:
+        rates = jax.ShapeDtypeStruct((32,), jnp.float32)
+        many["gate"] = jfla.SoftplusGate(rates, None)
+    ids = jax.ShapeDtypeStruct((1, 4000), jnp.int32)
+
+    def forward(arrays: dict[str, Any], segment_ids: Any) -> jax.Array:
+        call = {**static, "segment_ids": segment_ids, "num_segments": 20}
+        return jfla.chunk_kda(**arrays, **call).output
+
+    compile_for_h200(forward, many, ids)
+    assert tables == [True]
+    now = facts("".join(capfd.readouterr()), {})
+    assert "jfla_intra_kda_beside_output_scan" in now
+    for kernel, found in now.items():
+        assert found["spilled bytes"] <= SPILLED.get(kernel, 0), kernel
         assert "serialized" not in found, kernel
 
 
