@@ -50,7 +50,8 @@ def commit(folder: pathlib.Path) -> str:
     head = subprocess.run(
         [*git, "rev-parse", "--short=10", "HEAD"], capture_output=True, text=True
     )
-    if head.returncode:
+    # Of a copy without .git inside of another repository git would tell that one's commit.
+    if head.returncode or not (folder / ".git").exists():
         return "no git repository"
     changed = subprocess.run([*git, "diff", "--quiet", "HEAD"], check=False).returncode
     return head.stdout.strip() + "+" * bool(changed)
@@ -66,7 +67,7 @@ def described(arguments: argparse.Namespace, rest: list[str]) -> dict[str, str]:
     ]
     return {
         "Flash Linear Attention": commit(arguments.checkout),
-        "jfla": commit(HERE),
+        "jfla": commit(HERE.parents[1]),
         "device": jax.devices()[0].device_kind,
         "versions": ", ".join([f"Python {platform.python_version()}", *versions]),
         "implementation": arguments.implementation or "as jfla chooses",

@@ -181,3 +181,16 @@ def test_cases_without_memory_run_again_alone(workers, runs, tmp_path, monkeypat
     ]
     assert outcomes == ["failed", "passed" if workers else "failed"]
     assert ("run again alone" in (out / "table.md").read_text()) == bool(workers)
+
+
+def test_a_copy_inside_of_a_repository_has_no_commit_of_its_own(tmp_path):
+    git = ["git", "-C", str(tmp_path)]
+    subprocess.run([*git, "init", "-q"], check=True)
+    identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    empty = ["commit", "-q", "--allow-empty", "-m", "first"]
+    subprocess.run([*git, *identity, *empty], check=True)
+    inside = tmp_path / "copy"
+    inside.mkdir()
+    assert run_fla.commit(inside) == "no git repository"
+    head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True)
+    assert run_fla.commit(tmp_path) == head.stdout[:10]
