@@ -172,11 +172,12 @@ def _resets(
     """`reset_rows` in whole chunks; of segments that are scanned by themselves only the tails are left."""
     if grid is not None and (inputs.segment_ids is None or options.aligned_segments):
         is_tail = grid.source == inputs.v.shape[1]
-        if grid.begins is None:
+        if grid.is_first_chunk is None:
             return is_tail.astype(F32)
-        is_first = jnp.arange(CHUNK) == 0
-        begins = (grid.begins[:, :, None] & is_first).reshape(is_tail.shape)
-        return jnp.where(is_tail, 1.0, jnp.where(begins, STRONGEST, 0.0))
+        is_first_row = jnp.arange(CHUNK) == 0
+        is_start = grid.is_first_chunk[:, :, None] & is_first_row
+        is_start = is_start.reshape(is_tail.shape)
+        return jnp.where(is_tail, 1.0, jnp.where(is_start, STRONGEST, 0.0))
     if inputs.segment_ids is None:
         return None
     rows = reset_rows(inputs.segment_ids, starts(inputs.segment_ids))

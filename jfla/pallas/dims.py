@@ -42,10 +42,14 @@ class Dims(NamedTuple):
         n_chunks = num_aligned_chunks(self.n_chunks * CHUNK, 1)
         return self._replace(n_chunks=n_chunks, segments=1, has_partial_chunks=False)
 
-    def as_one_chain(self) -> "Dims | None":
-        """With all packed segments in one chain; None where some have states, or rows end at chunks of their own."""
-        if self.segments is None or self.batch > 1 or self.has_segment_states:
-            return None
+    @property
+    def may_be_one_chain(self) -> bool:
+        """Whether packed segments may be scanned as one: no state goes in or out, and there is one row."""
+        one_row = self.segments is not None and self.batch == 1
+        return one_row and not self.has_segment_states
+
+    def as_one_chain(self) -> "Dims":
+        """With all packed segments in one chain of chunks."""
         return self._replace(segments=1)
 
     def as_copied(self) -> "Dims":

@@ -105,7 +105,7 @@ def schedule(
         of_segments = schedule(op, dims.as_segments(), *device, exclusive=exclusive)
         return dataclasses.replace(of_segments, row_is_segment=True)
     overlap = overlap_schedule(op, dims, num_sms, bytes_per_us, exclusive=exclusive)
-    chains = (overlap.segments_in_turn and dims.as_one_chain()) or dims
+    scanned = dims.as_one_chain() if overlap.segments_in_turn else dims
     return Schedule(
         machine=machine,
         num_sms=num_sms,
@@ -115,7 +115,7 @@ def schedule(
         overlap_v_block=overlap.v_block,
         overlap_ctas=overlap.num_ctas,
         sequences_per_group=overlap.sequences_per_group,
-        ring_chunks=ring_chunks(chains, overlap, num_sms) if exclusive else 0,
+        ring_chunks=ring_chunks(scanned, overlap, num_sms) if exclusive else 0,
         time_splits=time_splits(dims, num_sms),
         stretch_splits=stretch_splits(dims, num_sms),
         num_spans=num_spans(op, dims, num_sms),
@@ -234,7 +234,9 @@ def overlap_schedule(
     two kernels, of which none can.
     """
     v_block = scan_v_block(dims, num_sms)
-    if time_splits(dims, num_sms) > 1 or dims.num_chunks <= num_sms:
+    if num_sms == 1 or time_splits(dims, num_sms) > 1:
+        return Overlap(v_block, 0)
+    if dims.num_chunks <= num_sms:
         return Overlap(v_block, 0)
     if not op.scalar_gate and dims.key_dim > 128:
         return Overlap(v_block, 0)
@@ -244,8 +246,10 @@ def overlap_schedule(
     side_by_side_us, side_by_side = _overlap_of_segments(op, dims, *device)
     # The decay that keeps segments apart takes digits from a scalar gate's sums: a segment would not have the bits of a
     # call on it alone.
-    one_chain = None if op.scalar_gate else dims.as_one_chain()
-    if one_chain is None or not exclusive or not _few_segments(one_chain, num_sms):
+    if op.scalar_gate or not exclusive or not dims.may_be_one_chain:
+        return side_by_side
+    one_chain = dims.as_one_chain()
+    if not _few_segments(one_chain, num_sms):
         return side_by_side
     in_turn_us, in_turn = _overlap_of_chains(op, one_chain, *device)
     if in_turn_us < side_by_side_us and ring_chunks(one_chain, in_turn, num_sms):
@@ -261,7 +265,7 @@ def _overlap_of_chains(
     *,
     exclusive: bool = True,
 ) -> tuple[float, Overlap]:
-    """The shortest, with its microseconds: one kernel after the other, or side by side with as much of V as may be."""
+    """The shortest form and its microseconds: one kernel after the other, or the two side by side."""
     v_block = scan_v_block(dims, num_sms)
     ring = exclusive and dims.are_chains
     wgs = intra_wgs(op, dims.key_dim)
@@ -294,8 +298,8 @@ def ring_chunks(dims: Dims, overlap: Overlap, num_sms: int) -> int:
 
     The scan's CTAs for all sequences of a group have to be resident, or the intra-chunk kernel would wait for one that
     cannot begin. They begin in the order in which sequences are made, and those of a group take the places of the group
-    before. Packed segments have more CTAs than are resident, and so no ring. Padding behind a row's one segment has a
-    CTA that takes the place of the segment's. Where rows differ in length, that of a short row would wait for the end
+    before. Segments side by side have more CTAs than are resident, and so no ring. Padding behind a row's one segment
+    has a CTA that takes the place of the segment's. Where rows differ in length, that of a short row would wait for the end
     of a long one, whose chunks wait for room in the short one's ring. KDA's kernel tells that a chunk is ready only
     when its CTA has room for its next chunk: a ring too short to hold both would deadlock.
     """
@@ -318,7 +322,7 @@ def _few_segments(dims: Dims, num_sms: int) -> bool:
 def _overlap_of_segments(
     op: Op, dims: Dims, num_sms: int, bytes_per_us: float
 ) -> tuple[float, Overlap]:
-    """Multiprocessors in the ratio of the work: CTAs of the scan end, and others take their place. With microseconds.
+    """Multiprocessors in the ratio of the work, and microseconds: CTAs of the scan end, and others take their place.
 
     The intra-chunk kernel takes chunks in the order in which segments are scanned, so that a scan waits for little.
     """
@@ -328,8 +332,7 @@ def _overlap_of_segments(
     intra_us = INTRA_US[op.scalar_gate].beside_scan / wgs
     ctas = round(num_sms * intra_us / (intra_us + scan_us))
     ctas = min(max(ctas, 1), num_sms - 1)
-    us = segments_us(op, dims, wgs, max(ctas, 1), bytes_per_us)
-    return us, Overlap(columns, ctas)
+    return segments_us(op, dims, wgs, ctas, bytes_per_us), Overlap(columns, ctas)
 
 
 def time_splits(dims: Dims, num_sms: int) -> int:

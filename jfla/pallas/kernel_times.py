@@ -23,7 +23,7 @@ INTRA_US = {
 }  # by whether the gate is a scalar
 # Of a chunk, by the CTA's columns of V: two warpgroups share the tensor cores where there are 128.
 SCAN_US = {False: {64: 1.25, 128: 2.0}, True: {64: 1.25, 128: 1.85}}
-# Of segments side by side a multiprocessor's, with what a chunk has of the time in which a CTA begins a segment.
+# The same of segments side by side: a multiprocessor's time for a chunk, with its share of the start of a segment.
 SEGMENT_SCAN_US = {64: 1.55, 128: 2.0}
 NEXT_GROUP_US = 10  # until a scan's CTAs are those of the next group
 SEGMENTS_COPY_SHARE = 0.9  # of a copy's rate, beside the scans of segments (an H100)
@@ -50,7 +50,7 @@ class ChunkBytes(NamedTuple):
 def one_by_one_us(
     op: Op, dims: Dims, v_block: int, wgs: int, num_sms: int, bytes_per_us: float
 ) -> float:
-    """Of the intra-chunk kernel, in rounds, and then of the scan, in waves of CTAs; each may be bound by its bytes.
+    """The intra-chunk kernel, in rounds, and then the scan, in waves of CTAs; each may be bound by its bytes.
 
     `wgs` warpgroups of a CTA of the intra-chunk kernel have chunks of their own.
     """
@@ -59,9 +59,9 @@ def one_by_one_us(
     chunk_bytes = ChunkBytes.of(op, dims)
     bytes_us = dims.num_chunks / bytes_per_us
     alone_us = INTRA_US[op.scalar_gate].alone
-    scan_us = SCAN_US[op.scalar_gate][v_block]
+    chunk_us = SCAN_US[op.scalar_gate][v_block]
     intra_us = max(rounds * alone_us, chunk_bytes.intra * bytes_us)
-    scan_us = max(waves * dims.n_chunks * scan_us, chunk_bytes.scan * bytes_us)
+    scan_us = max(waves * dims.n_chunks * chunk_us, chunk_bytes.scan * bytes_us)
     return intra_us + scan_us
 
 
@@ -75,7 +75,7 @@ def beside_us(
     *,
     ring: bool,
 ) -> float:
-    """Of the intra-chunk kernel on `num_ctas` multiprocessors beside the scan of chains on the others.
+    """The intra-chunk kernel on `num_ctas` multiprocessors beside the scan of chains on the others.
 
     With t_intra and t_scan for all chunks and the intra-chunk work in so many rounds,
 
@@ -95,7 +95,7 @@ def beside_us(
 def segments_us(
     op: Op, dims: Dims, wgs: int, num_ctas: int, bytes_per_us: float
 ) -> float:
-    """The same beside the scans of packed segments, which read what was made too long before to be in the cache."""
+    """The intra-chunk kernel beside scans of segments side by side, which read from device memory, not from a ring."""
     intra_us = INTRA_US[op.scalar_gate].beside_scan
     chunk_bytes = sum(ChunkBytes.of(op, dims))
     bytes_us = chunk_bytes / (SEGMENTS_COPY_SHARE * bytes_per_us)

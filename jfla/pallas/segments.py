@@ -33,7 +33,7 @@ class SegmentChunks(NamedTuple):
     # row of the grid of each packed token; N C: none, padding
     target: Int[Array, "B T"]
     # the chunk is the first of a segment, where decay is what keeps segments apart; else None
-    begins: Bool[Array, "B N"] | None
+    is_first_chunk: Bool[Array, "B N"] | None
     bounds: Int[Array, "B S_plus_2"]  # first token of slots 0 .. S, and T
     table: SegmentTable
     most_chunks: Int[Array, "1"]  # with tokens, of the row that has most
@@ -103,12 +103,19 @@ def segment_chunks(
     own_shift = jnp.take_along_axis(shift, jnp.maximum(segment_ids - 1, 0), axis=1)
     valid = (segment_ids > 0) & (segment_ids <= num_segments)
     target = jnp.where(valid, jnp.arange(time)[None] + own_shift, n_chunks * CHUNK)
-    begins = _begins(segments, n_chunks) if in_turn else None
+    is_first_chunk = _is_first_chunk(segments, n_chunks) if in_turn else None
     scanned = segments.as_one() if in_turn else segments
     table = SegmentTable(_table(scanned), _scan_ctas(scanned, n_chunks))
     most_chunks = jnp.max(segments.end_chunk[:, -1:], axis=0)
-    bounds = segments.bounds
-    return SegmentChunks(places, source, target, begins, bounds, table, most_chunks)
+    return SegmentChunks(
+        places=places,
+        source=source,
+        target=target,
+        is_first_chunk=is_first_chunk,
+        bounds=segments.bounds,
+        table=table,
+        most_chunks=most_chunks,
+    )
 
 
 def _segments(segment_ids: Int[Array, "B T"], num_segments: int) -> _Segments:
@@ -176,13 +183,13 @@ def _places(segments: _Segments, n_chunks: int) -> Int[Array, "B N 2"]:
     return _sum_over_segments(jnp.where(chunks.is_own, own, other))
 
 
-def _begins(segments: _Segments, n_chunks: int) -> Bool[Array, "B N"]:
+def _is_first_chunk(segments: _Segments, n_chunks: int) -> Bool[Array, "B N"]:
     """Whether a chunk is the first of a segment that has tokens."""
     chunks = _chunks(segments, n_chunks)
     padding = segments.rank.shape[1] - 1
     is_first = chunks.number == _by_segment(segments.first_chunk)
-    begins = is_first & chunks.is_own & (chunks.segment < padding)
-    return jnp.any(begins[..., 0], axis=2)
+    has_tokens = chunks.is_own & (chunks.segment < padding)
+    return jnp.any((is_first & has_tokens)[..., 0], axis=2)
 
 
 def _tokens(segments: _Segments, n_chunks: int) -> Int[Array, "B N 2"]:

@@ -15,6 +15,7 @@ from support.kernel_cases import (
     check,
     error,
     inputs,
+    packed,
     scheduled,
 )
 
@@ -78,10 +79,6 @@ def test_values_and_gradients(call):
 def test_the_intra_chunk_kernel_runs_beside_the_scans_of_segments(op):
     call = Call(op, "mixed", batch=2, time=90, segments=3, group=1, segment_states=True)
     check(call, scheduled(op, overlap_ctas=2, overlap_v_block=64))
-
-
-def packed(lengths: list[int], total: int) -> jax.Array:
-    return jfla.segment_ids_from_cu_seqlens(jnp.cumsum(jnp.array([0, *lengths])), total)
 
 
 @pytest.mark.parametrize("op", ["gdn", pytest.param("kda", marks=SLOW)])

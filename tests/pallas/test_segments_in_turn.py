@@ -10,6 +10,7 @@ from support.kernel_cases import (
     Call,
     error,
     inputs,
+    packed,
     results,
     scheduled,
 )
@@ -20,10 +21,6 @@ from jfla.pallas.segments import segment_chunks
 SLOW = pytest.mark.slow
 BESIDE = {"overlap_ctas": 2, "overlap_v_block": 64}
 LENGTHS = [65, 0, 1, 128, 39]
-
-
-def packed(lengths: list[int], total: int) -> jax.Array:
-    return jfla.segment_ids_from_cu_seqlens(jnp.cumsum(jnp.array([0, *lengths])), total)
 
 
 @pytest.mark.parametrize(
@@ -84,9 +81,9 @@ def test_tables_say_one_segment_and_its_padding():
     ids = packed([3, 130, 0, 65], 250)
     side_by_side = segment_chunks(ids, 4)
     in_turn = segment_chunks(ids, 4, in_turn=True)
-    assert side_by_side.begins is None
-    assert in_turn.begins is not None
-    np.testing.assert_array_equal(in_turn.begins, [[1, 0, 0, 1, 0, 1, 0, 0]])
+    assert side_by_side.is_first_chunk is None
+    assert in_turn.is_first_chunk is not None
+    np.testing.assert_array_equal(in_turn.is_first_chunk, [[1, 0, 0, 1, 0, 1, 0, 0]])
     one = [[0, 0, 6, 1, -1], [1, 6, 7, -1, 0]]
     np.testing.assert_array_equal(in_turn.table.segments, [one])
     np.testing.assert_array_equal(in_turn.table.ctas, [[[0, 1, 0, 7]]])

@@ -111,6 +111,11 @@ def inputs(call: Call) -> tuple[dict[str, Any], dict[str, Any]]:
     return arrays, rest
 
 
+def packed(lengths: list[int], total: int) -> jax.Array:
+    """Segment ids of sequences with these lengths, [1, total], with padding behind them."""
+    return jfla.segment_ids_from_cu_seqlens(jnp.cumsum(jnp.array([0, *lengths])), total)
+
+
 def main_and_rest(arrays: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
     """(q, k, v, g, beta) and the keyword arguments of a call."""
     rest = {name: x for name, x in arrays.items() if name not in MAIN}
