@@ -299,8 +299,8 @@ def ring_chunks(dims: Dims, overlap: Overlap, num_sms: int) -> int:
     The scan's CTAs for all sequences of a group have to be resident, or the intra-chunk kernel would wait for one that
     cannot begin. They begin in the order in which sequences are made, and those of a group take the places of the group
     before. Segments side by side have more CTAs than are resident, and so no ring. Padding behind a row's one segment
-    has a CTA that takes the place of the segment's. Where rows differ in length, that of a short row would wait for the end
-    of a long one, whose chunks wait for room in the short one's ring. KDA's kernel tells that a chunk is ready only
+    has a CTA that takes the place of the segment's. Where rows differ in length, that of a short row would wait for the
+    end of a long one, whose chunks wait for room in the short one's ring. KDA's kernel tells that a chunk is ready only
     when its CTA has room for its next chunk: a ring too short to hold both would deadlock.
     """
     if not overlap.num_ctas or not dims.are_chains:
