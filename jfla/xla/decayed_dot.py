@@ -9,16 +9,24 @@ Every exponent is a sum of decays over a span of tokens (see decay_sums.py): it 
 import functools
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
 
+from jfla.xla.boundaries import (
+    INNER,
+    boundaries,
+    earlier_columns,
+    later_rows,
+    places_of_columns,
+    places_of_pairs,
+    places_of_rows,
+)
 from jfla.xla.decay_sums import (
     DecaySums,
     decay_between,
-    exclusive_running_sum,
     log_decay_between,
     reverse_running_sum,
 )
-from jfla.xla.triangular import halves, halving_sizes, join, join_diagonal, off_diagonal
 
 
 def rowwise_dot(
@@ -93,18 +101,20 @@ def _scalar_adjoint(
     return drows, dk, jnp.sum(dg, axis=-1, keepdims=True)
 
 
-# A decay per channel. A block of 2s tokens is two blocks of s tokens and the square between them, where everything
-# decays through the boundary: exp(sum from the boundary to i) * exp(sum from j to the boundary).
+# A decay per channel. A pair meets at a boundary, and everything decays through it (boundaries.py):
+# exp(sum from the boundary to i) * exp(sum from j to the boundary).
 
 
 def _per_channel(rows: Array, k: Array, sums: DecaySums) -> Array:
-    diagonal = rowwise_dot(rows, k[..., None, :, :])
-    blocks = diagonal[..., None, None]
-    for size in halving_sizes(k.shape[-2]):
-        early, late, _ = _through_boundary(rows, k, sums, size)
-        square = _unstack_rows(_stack_rows(late) @ early.mT, size)
-        blocks = join_diagonal(blocks, square)
-    return blocks[..., 0, :, :]
+    num_sets, chunk = rows.shape[-3:-1]
+    late, early, _ = _through_boundaries(rows, k, sums)
+    # With `early.mT` for it XLA would write `early` transposed, on a CPU and on a GPU.
+    dots = jnp.einsum("...id,...jd->...ij", _merge_sets(late), early)
+    places = places_of_pairs(chunk, num_sets)
+    pairs = _take(dots.reshape(*dots.shape[:-3], -1), np.maximum(places, 0), axis=-1)
+    diagonal = rowwise_dot(rows, k[..., None, :, :])[..., None]
+    diagonal = jnp.where(_of_rank(np.eye(chunk, dtype=bool), rows.ndim), diagonal, 0)
+    return jnp.where(_of_rank(places < 0, rows.ndim), diagonal, pairs)
 
 
 def _per_channel_adjoint(
@@ -113,54 +123,95 @@ def _per_channel_adjoint(
     sums: DecaySums,
     d_dot: Array,
 ) -> tuple[Array, Array, Array]:
+    *batch, num_sets, chunk, key_dim = rows.shape
+    late, early, (to_row, from_column) = _through_boundaries(rows, k, sums)
+    d_dots = _merge_sets(_at_boundaries(d_dot))
+    dlate = (d_dots @ early).reshape(late.shape)
+    dearly = d_dots.mT @ _merge_sets(late)
+
     diagonal = jnp.diagonal(d_dot, axis1=-2, axis2=-1)[..., None]
-    drows = diagonal * k[..., None, :, :]
-    dk = _sum_rows(diagonal * rows, axis=-3)
-    dg = jnp.zeros_like(k)
-    for size in halving_sizes(k.shape[-2]):
-        early, late, (e_early, e_late) = _through_boundary(rows, k, sums, size)
-        d_square = _stack_rows(off_diagonal(d_dot, size))
-        dlate = _unstack_rows(d_square @ early, size)
-        dearly = d_square.mT @ _stack_rows(late)
-        drows = drows + join(jnp.zeros_like(dlate), dlate * e_late[..., None, :, :, :])
-        dk = dk + join(dearly * e_early, jnp.zeros_like(dearly))
-        dg_early = exclusive_running_sum(early * dearly)
-        dg_late = reverse_running_sum(_sum_rows(late * dlate, axis=-4))
-        dg = dg + join(dg_early, dg_late)
-    return drows, dk, dg
+    flat = (*batch, -1, key_dim)
+    d_rows = (dlate * to_row[..., None, :, :]).reshape(flat)
+    drows = _at_tokens(d_rows, places_of_rows(chunk, num_sets))
+    of_size = (*batch, -1, INNER, *early.shape[-2:])
+    d_columns = _sum_terms((dearly * from_column).reshape(of_size), axis=-3)
+    columns = places_of_columns(chunk)
+    dk = _at_tokens(d_columns.reshape(flat), columns)
 
-
-def _through_boundary(
-    rows: Array,
-    k: Array,
-    sums: DecaySums,
-    size: int,
-) -> tuple[Array, Array, tuple[Array, Array]]:
-    """k of the early and rows of the late halves, decayed to the boundary between them, and these decays."""
-    early_sums, late_sums = (
-        DecaySums(*half) for half in zip(*(halves(x, size) for x in sums))
+    # A decay gets row * drow of the rows from it on, and k * dk of the columns before it, as far as the boundary.
+    later = jnp.asarray(later_rows(chunk), k.dtype)
+    dg_late = later @ _sum_terms(late * dlate, axis=-3)
+    earlier = jnp.asarray(earlier_columns(chunk), k.dtype)
+    of_kinds = (*batch, -1, INNER * early.shape[-2], key_dim)
+    dg_early = earlier @ (early * dearly).reshape(of_kinds)
+    (one_row,) = places_of_rows(chunk, num_sets=1)
+    dg = _at_tokens(dg_late.reshape(flat), one_row)
+    return (
+        drows + diagonal * k[..., None, :, :],
+        dk + _sum_terms(diagonal * rows, axis=-3),
+        dg + _at_tokens(dg_early.reshape(flat), columns),
     )
-    boundary = early_sums.at(slice(-1, None))
-    k_early, _ = halves(k, size)
-    _, late = halves(rows, size)
-    e_early = decay_between(boundary, early_sums)
-    e_late = decay_between(late_sums, boundary)
-    return k_early * e_early, late * e_late[..., None, :, :, :], (e_early, e_late)
 
 
-def _stack_rows(x: Float[Array, "*batch R M s D"]) -> Float[Array, "*batch M Rs D"]:
-    """The sets of rows that meet the same keys, one below the other: one larger matmul."""
-    x = jnp.moveaxis(x, -4, -3)
+def _through_boundaries(
+    rows: Float[Array, "*batch R C K"],
+    k: Float[Array, "*batch C K"],
+    sums: DecaySums,
+) -> tuple[
+    Float[Array, "*batch kinds R I K"],
+    Float[Array, "*batch kinds J K"],
+    tuple[Float[Array, "*batch kinds I K"], Float[Array, "*batch kinds J K"]],
+]:
+    """Rows decayed from their boundary on, columns of k decayed to it, and these decays."""
+    *batch, num_sets, chunk, key_dim = rows.shape
+    tables = boundaries(chunk)
+    at = lambda tokens: DecaySums(*(_take(x, tokens, axis=-2) for x in sums))
+    to_row = decay_between(at(tables.rows), at(tables.row_boundary))
+    from_column = decay_between(at(tables.column_boundary), at(tables.columns))
+    row_of_set = tables.rows[:, None] + chunk * np.arange(num_sets)[:, None]
+    late = _take(rows.reshape(*batch, -1, key_dim), row_of_set, axis=-2)
+    early = _take(k, tables.columns, axis=-2)
+    decays = (to_row, from_column)
+    return late * to_row[..., None, :, :], early * from_column, decays
+
+
+def _at_boundaries(
+    d_dot: Float[Array, "*batch R C C"],
+) -> Float[Array, "*batch kinds R I J"]:
+    """The cotangent of every pair where it meets, and 0 where a row and a column do not."""
+    *batch, num_sets, chunk, _ = d_dot.shape
+    tables = boundaries(chunk)
+    pair = chunk * tables.rows[:, :, None] + tables.columns[:, None]
+    pair_of_set = pair[:, None] + chunk**2 * np.arange(num_sets)[:, None, None]
+    pairs = _take(d_dot.reshape(*batch, -1), pair_of_set, axis=-1)
+    return jnp.where(_of_rank(tables.meet[:, None], pairs.ndim), pairs, 0)
+
+
+def _merge_sets(x: Float[Array, "*batch R I D"]) -> Float[Array, "*batch RI D"]:
+    """All sets of rows as one matrix: XLA's CPU takes longer for a matmul of more dimensions."""
     return x.reshape(*x.shape[:-3], -1, x.shape[-1])
 
 
-def _unstack_rows(
-    x: Float[Array, "*batch M Rs D"], size: int
-) -> Float[Array, "*batch R M s D"]:
-    """The way back from `_stack_rows`."""
-    return jnp.moveaxis(x.reshape(*x.shape[:-2], -1, size, x.shape[-1]), -3, -4)
+def _at_tokens(
+    x: Float[Array, "*batch N K"], places: Int[np.ndarray, "*sets sizes C"]
+) -> Float[Array, "... C K"]:
+    """The sum of what a token has at its places, of which there is at most one for each size of blocks."""
+    terms = _take(x, np.maximum(places, 0), axis=-2)
+    terms = jnp.where(_of_rank((places < 0)[..., None], terms.ndim), 0, terms)
+    return _sum_terms(terms, axis=-3)
 
 
-def _sum_rows(x: Array, axis: int) -> Array:
-    """Over the few sets of rows, term by term: a reduction takes a CPU longer."""
+def _take(x: Array, places: Int[np.ndarray, "..."], axis: int) -> Array:
+    """Those elements along the axis, which may become several."""
+    # Of 32 bits: jax.enable_x64 would change the dtype of other constants from trace to trace.
+    return jnp.take(x, places.astype(np.int32), axis=axis, mode="clip")
+
+
+def _of_rank(table: Bool[np.ndarray, "..."], ndim: int) -> Bool[np.ndarray, "..."]:
+    """With leading axes of 1, which JAX asks for where rank promotion is refused."""
+    return table.reshape((1,) * (ndim - table.ndim) + table.shape)
+
+
+def _sum_terms(x: Array, axis: int) -> Array:
+    """Over an axis of few, term by term: a reduction takes a CPU longer."""
     return functools.reduce(jnp.add, jnp.moveaxis(x, axis, 0))

@@ -13,21 +13,6 @@ def halving_sizes(chunk: int) -> list[int]:
     return [1 << level for level in range(chunk.bit_length() - 1)]
 
 
-def halves(x: Float[Array, "*batch C D"], size: int) -> tuple[Array, Array]:
-    """The early and the late s tokens of every block of 2s: each [*batch, M, s, D]."""
-    x = x.reshape(*x.shape[:-2], -1, 2, size, x.shape[-1])
-    return x[..., 0, :, :], x[..., 1, :, :]
-
-
-def join(
-    early: Float[Array, "*batch M s D"],
-    late: Float[Array, "*batch M s D"],
-) -> Float[Array, "*batch C D"]:
-    """The way back from `halves`."""
-    x = jnp.stack([early, late], axis=-3)
-    return x.reshape(*x.shape[:-4], -1, x.shape[-1])
-
-
 def off_diagonal(
     x: Float[Array, "*batch C C"], size: int
 ) -> Float[Array, "*batch M s s"]:
