@@ -59,7 +59,7 @@ def dstate_scan(
     """In reverse, by pairs of chunks or one chunk after another. Needs no forward state."""
     dv_local = pairs.a_qk.mT @ do
     if by_pairs(x):
-        r = chunk_map(x, qk, pairs).mT
+        r = chunk_map(x, qk, pairs)
         dv = x.beta[..., None] * (pairs.inverse.mT @ dv_local)
         c = qk.q_from_start.mT @ do - qk.k_from_start.mT @ dv
         dstates, start = affine.chain_by_pairs(d_final[:, 0], r, c, reverse=True)

@@ -53,7 +53,9 @@ def test_a_chain_by_pairs_is_the_chain(num_spans, reverse):
     c = rng.standard_normal((num_spans, BATCH, HEADS, K, V))
     first = rng.standard_normal((BATCH, HEADS, K, V))
     with jax.enable_x64(True):
-        spans = [jnp.asarray(np.moveaxis(x, 0, 2)) for x in (r, c)]
+        # In reverse cotangents go through the transposed maps, which the chain is given as such.
+        applied = np.swapaxes(r, -1, -2) if reverse else r
+        spans = [jnp.asarray(np.moveaxis(x, 0, 2)) for x in (applied, c)]
         want = affine.chain(jnp.asarray(first), *spans, reverse=reverse)
         behind = affine.through(jnp.asarray(first), *spans, reverse=reverse)
         maps = [jnp.asarray(x) for x in (first, r, c)]
