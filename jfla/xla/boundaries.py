@@ -4,9 +4,8 @@ A block of 4s tokens has three boundaries between its quarters, for s = 16, 4 an
 of them: in the smallest block that has both, the boundary before the quarter of i. A decay between the two is that from
 j to the boundary times that from there to i.
 
-A "kind" is one of the three boundaries of all blocks of one size, so that a chunk of 64 has nine kinds of 16 rows and
-48 columns each. Pairs of a row and a column in different blocks, or with the column's quarter behind the boundary,
-meet elsewhere.
+All blocks of one size go together: at the n-th of their boundaries meet the rows of their quarters n and the columns of
+their n quarters before it. A row and a column of different blocks meet elsewhere.
 """
 
 import functools
@@ -20,14 +19,13 @@ INNER = QUARTERS - 1  # boundaries of a block
 
 
 class Boundaries(NamedTuple):
-    """Tokens, by kind of boundary: larger blocks first, of one size the earlier boundary first."""
+    """Tokens by the size of blocks, large ones first; columns by boundary, the first one first."""
 
-    rows: Int[np.ndarray, "kinds I"]  # of the quarter behind the boundary
-    row_boundary: Int[np.ndarray, "kinds I"]  # the last token before it
-    columns: Int[np.ndarray, "kinds J"]  # of a block's first three quarters
-    # The last token before the boundary, or the column itself where it is behind that.
-    column_boundary: Int[np.ndarray, "kinds J"]
-    meet: Bool[np.ndarray, "kinds I J"]
+    rows: Int[np.ndarray, "sizes 3 I"]
+    row_boundary: Int[np.ndarray, "sizes 3 I"]  # the last token before the boundary
+    columns: Int[np.ndarray, "sizes J"]
+    column_boundary: Int[np.ndarray, "sizes J"]
+    meet: Bool[np.ndarray, "sizes I J"]  # with the rows of the column's boundary
 
 
 @functools.cache
@@ -36,72 +34,78 @@ def boundaries(chunk: int) -> Boundaries:
 
     >>> tables = boundaries(4)
     >>> tables.rows.tolist(), tables.columns.tolist()
-    ([[1], [2], [3]], [[0, 1, 2], [0, 1, 2], [0, 1, 2]])
-    >>> tables.meet[:, 0].tolist()
-    [[True, False, False], [True, True, False], [True, True, True]]
+    ([[[1], [2], [3]]], [[0, 0, 1, 0, 1, 2]])
     """
-    sizes = [
-        QUARTERS**level
-        for level in range(chunk.bit_length())
-        if QUARTERS**level < chunk
-    ]
+    sizes = []
+    while QUARTERS ** len(sizes) < chunk:
+        sizes.append(QUARTERS ** len(sizes))
     if QUARTERS ** len(sizes) != chunk:
         raise ValueError(
             f"{chunk=} must be a power of four: it is quartered down to single tokens"
         )
-    kinds = [
-        _kind(chunk, size, quarter)
-        for size in reversed(sizes)
-        for quarter in range(1, QUARTERS)
-    ]
-    return Boundaries(*(np.stack(tables) for tables in zip(*kinds)))
+    of_sizes = [_of_size(chunk, size) for size in reversed(sizes)]
+    return Boundaries(*(np.stack(tables) for tables in zip(*of_sizes)))
 
 
-def _kind(chunk: int, size: int, quarter: int) -> Boundaries:
-    """The boundary before this quarter in all blocks of four quarters of `size` tokens."""
+def _of_size(chunk: int, size: int) -> Boundaries:
+    """Of all blocks of four quarters of `size` tokens."""
     tokens = np.arange(chunk)
-    block, quarter_of = np.divmod(tokens // size, QUARTERS)
-    last_before = (block * QUARTERS + quarter) * size - 1
-    rows = tokens[quarter_of == quarter]
-    columns = tokens[quarter_of < INNER]
-    before = columns <= last_before[columns]
-    return Boundaries(
-        rows=rows,
-        row_boundary=last_before[rows],
-        columns=columns,
-        column_boundary=np.where(before, last_before[columns], columns),
-        meet=(block[rows][:, None] == block[columns]) & before,
+    quarter_of = tokens // size % QUARTERS
+    quarters = np.stack([tokens[quarter_of == n] for n in range(QUARTERS)])
+    first = tokens // size * size
+    rows = quarters[1:]
+    row_boundary = first[rows] - 1
+    columns = np.concatenate([quarters[:n].ravel() for n in range(1, QUARTERS)])
+    # A quarter's blocks are in order, so that a column's boundary is that of the row in the same place.
+    column_boundary = np.concatenate(
+        [np.tile(row_boundary[n - 1], n) for n in range(1, QUARTERS)]
     )
+    meet = row_boundary[0][:, None] // (QUARTERS * size) == columns // (QUARTERS * size)
+    return Boundaries(rows, row_boundary, columns, column_boundary, meet)
 
 
 @functools.cache
 def places_of_pairs(chunk: int, num_sets: int) -> Int[np.ndarray, "R C C"]:
-    """Where a pair is among [kinds, R, I, J], for R sets of rows; -1 on the diagonal and above."""
+    """Where a pair is among [sizes, R, I, J], for R sets of rows; -1 on the diagonal and above."""
     tables = boundaries(chunk)
-    num_kinds, num_rows, num_columns = tables.meet.shape
-    kinds, i, j = np.nonzero(tables.meet)
-    shape = (num_kinds, num_sets, num_rows, num_columns)
+    num_sizes, num_rows, num_columns = tables.meet.shape
     sets = np.arange(num_sets)[:, None]
     places = np.full((num_sets, chunk, chunk), -1)
-    places[:, tables.rows[kinds, i], tables.columns[kinds, j]] = np.ravel_multi_index(
-        (kinds, sets, i, j), shape
-    )
+    sizes, i, j = np.nonzero(tables.meet)
+    shape = (num_sizes, num_sets, num_rows, num_columns)
+    row = tables.rows[sizes, boundary_of_columns(chunk)[j], i]
+    column = tables.columns[sizes, j]
+    places[:, row, column] = np.ravel_multi_index((sizes, sets, i, j), shape)
     return places
+
+
+@functools.cache
+def boundary_of_columns(chunk: int) -> Int[np.ndarray, " J"]:
+    """Whether a column is one of the first boundary (0), the second or the third."""
+    quarter = chunk // QUARTERS
+    return np.repeat(np.arange(INNER), quarter * np.arange(1, QUARTERS))
 
 
 @functools.cache
 def places_of_rows(chunk: int, num_sets: int) -> Int[np.ndarray, "R sizes C"]:
     """Where a token is among [sizes, 3, R, I], for R sets of rows; -1 in first quarters, which have no row."""
     rows = boundaries(chunk).rows
-    of_sets = rows[:, None] + np.arange(num_sets)[:, None] * chunk
-    places = _places(of_sets.reshape(len(rows) // INNER, -1), num_sets * chunk)
+    of_sets = rows[:, :, None] + np.arange(num_sets)[:, None] * chunk
+    places = _places(of_sets.reshape(len(rows), -1), num_sets * chunk)
     return np.moveaxis(places.reshape(-1, num_sets, chunk), 1, 0)
 
 
 @functools.cache
-def places_of_columns(chunk: int) -> Int[np.ndarray, "sizes C"]:
-    """Where a token is among [sizes, J]; -1 in last quarters, which have no column."""
-    return _places(boundaries(chunk).columns[::INNER], chunk)
+def places_of_columns(chunk: int) -> Int[np.ndarray, "boundaries C"]:
+    """Where a token is among [sizes, J], for each boundary of each size; -1 behind the boundary."""
+    tables = boundaries(chunk)
+    num_sizes, num_columns = tables.columns.shape
+    of_columns = boundary_of_columns(chunk)
+    places = np.full((num_sizes, INNER, chunk), -1)
+    flat = np.arange(num_sizes * num_columns).reshape(num_sizes, num_columns)
+    sizes = np.arange(num_sizes)[:, None]
+    places[sizes, of_columns, tables.columns] = flat
+    return places.reshape(-1, chunk)
 
 
 def _places(
@@ -115,20 +119,16 @@ def _places(
 
 
 @functools.cache
-def later_rows(chunk: int) -> Bool[np.ndarray, "kinds I I"]:
-    """[token, row]: whether the decay from the boundary to the row has the token in it."""
+def spans_of_rows(chunk: int) -> Bool[np.ndarray, "C rows"]:
+    """[token, row of sizes and boundaries]: whether the decay from the boundary to the row has the token in it."""
     tables = boundaries(chunk)
-    same_block = tables.row_boundary[:, :, None] == tables.row_boundary[:, None]
-    return same_block & (tables.rows[:, :, None] <= tables.rows[:, None])
+    token = np.arange(chunk)[:, None]
+    return (token > tables.row_boundary.ravel()) & (token <= tables.rows.ravel())
 
 
 @functools.cache
-def earlier_columns(chunk: int) -> Bool[np.ndarray, "sizes J kinds_J"]:
-    """[token, column of a kind]: whether the decay from the column to the boundary has the token in it."""
+def spans_of_columns(chunk: int) -> Bool[np.ndarray, "C columns"]:
+    """[token, column of sizes]: whether the decay from the column to the boundary has the token in it."""
     tables = boundaries(chunk)
-    token = tables.columns[:, :, None]
-    behind_column = token > tables.columns[:, None]
-    before_boundary = token <= tables.column_boundary[:, None]
-    spanned = behind_column & before_boundary
-    by_size = spanned.reshape(-1, INNER, *spanned.shape[1:])
-    return np.moveaxis(by_size, 1, 2).reshape(len(by_size), spanned.shape[1], -1)
+    token = np.arange(chunk)[:, None]
+    return (token > tables.columns.ravel()) & (token <= tables.column_boundary.ravel())

@@ -13,13 +13,13 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jfla.xla.boundaries import (
-    INNER,
     boundaries,
-    earlier_columns,
-    later_rows,
+    boundary_of_columns,
     places_of_columns,
     places_of_pairs,
     places_of_rows,
+    spans_of_columns,
+    spans_of_rows,
 )
 from jfla.xla.decay_sums import (
     DecaySums,
@@ -106,12 +106,16 @@ def _scalar_adjoint(
 
 
 def _per_channel(rows: Array, k: Array, sums: DecaySums) -> Array:
-    num_sets, chunk = rows.shape[-3:-1]
+    *batch, num_sets, chunk, _ = rows.shape
     late, early, _ = _through_boundaries(rows, k, sums)
-    # With `early.mT` for it XLA would write `early` transposed, on a CPU and on a GPU.
-    dots = jnp.einsum("...id,...jd->...ij", _merge_sets(late), early)
+    # With `columns.mT` for it XLA would write `early` transposed, on a CPU and on a GPU.
+    dots = [
+        jnp.einsum("...id,...jd->...ij", late[..., n, :, :], columns)
+        for n, columns in enumerate(_of_boundaries(early, axis=-2))
+    ]
+    dots = jnp.concatenate(dots, axis=-1).reshape(*batch, -1)
     places = places_of_pairs(chunk, num_sets)
-    pairs = _take(dots.reshape(*dots.shape[:-3], -1), np.maximum(places, 0), axis=-1)
+    pairs = _take(dots, np.maximum(places, 0), axis=-1)
     diagonal = rowwise_dot(rows, k[..., None, :, :])[..., None]
     diagonal = jnp.where(_of_rank(np.eye(chunk, dtype=bool), rows.ndim), diagonal, 0)
     return jnp.where(_of_rank(places < 0, rows.ndim), diagonal, pairs)
@@ -125,31 +129,29 @@ def _per_channel_adjoint(
 ) -> tuple[Array, Array, Array]:
     *batch, num_sets, chunk, key_dim = rows.shape
     late, early, (to_row, from_column) = _through_boundaries(rows, k, sums)
-    d_dots = _merge_sets(_at_boundaries(d_dot))
-    dlate = (d_dots @ early).reshape(late.shape)
-    dearly = d_dots.mT @ _merge_sets(late)
+    d_pairs = _of_boundaries(_at_boundaries(d_dot), axis=-1)
+    columns = _of_boundaries(early, axis=-2)
+    dlate = jnp.stack([d @ k for d, k in zip(d_pairs, columns)], axis=-3)
+    dearly = [d.mT @ late[..., n, :, :] for n, d in enumerate(d_pairs)]
+    dearly = jnp.concatenate(dearly, axis=-2)
 
     diagonal = jnp.diagonal(d_dot, axis1=-2, axis2=-1)[..., None]
     flat = (*batch, -1, key_dim)
-    d_rows = (dlate * to_row[..., None, :, :]).reshape(flat)
+    by_set = (*late.shape[:-2], num_sets, -1, key_dim)
+    d_rows = (dlate.reshape(by_set) * to_row[..., None, :, :]).reshape(flat)
     drows = _at_tokens(d_rows, places_of_rows(chunk, num_sets))
-    of_size = (*batch, -1, INNER, *early.shape[-2:])
-    d_columns = _sum_terms((dearly * from_column).reshape(of_size), axis=-3)
-    columns = places_of_columns(chunk)
-    dk = _at_tokens(d_columns.reshape(flat), columns)
+    d_columns = (dearly * from_column).reshape(flat)
+    dk = _at_tokens(d_columns, places_of_columns(chunk))
 
     # A decay gets row * drow of the rows from it on, and k * dk of the columns before it, as far as the boundary.
-    later = jnp.asarray(later_rows(chunk), k.dtype)
-    dg_late = later @ _sum_terms(late * dlate, axis=-3)
-    earlier = jnp.asarray(earlier_columns(chunk), k.dtype)
-    of_kinds = (*batch, -1, INNER * early.shape[-2], key_dim)
-    dg_early = earlier @ (early * dearly).reshape(of_kinds)
-    (one_row,) = places_of_rows(chunk, num_sets=1)
-    dg = _at_tokens(dg_late.reshape(flat), one_row)
+    at_rows = _sum_terms((late * dlate).reshape(by_set), axis=-3).reshape(flat)
+    at_columns = (early * dearly).reshape(flat)
+    to_rows = jnp.asarray(spans_of_rows(chunk), k.dtype)
+    from_columns = jnp.asarray(spans_of_columns(chunk), k.dtype)
     return (
         drows + diagonal * k[..., None, :, :],
         dk + _sum_terms(diagonal * rows, axis=-3),
-        dg + _at_tokens(dg_early.reshape(flat), columns),
+        to_rows @ at_rows + from_columns @ at_columns,
     )
 
 
@@ -158,9 +160,9 @@ def _through_boundaries(
     k: Float[Array, "*batch C K"],
     sums: DecaySums,
 ) -> tuple[
-    Float[Array, "*batch kinds R I K"],
-    Float[Array, "*batch kinds J K"],
-    tuple[Float[Array, "*batch kinds I K"], Float[Array, "*batch kinds J K"]],
+    Float[Array, "*batch sizes 3 RI K"],
+    Float[Array, "*batch sizes J K"],
+    tuple[Float[Array, "*batch sizes 3 I K"], Float[Array, "*batch sizes J K"]],
 ]:
     """Rows decayed from their boundary on, columns of k decayed to it, and these decays."""
     *batch, num_sets, chunk, key_dim = rows.shape
@@ -168,34 +170,38 @@ def _through_boundaries(
     at = lambda tokens: DecaySums(*(_take(x, tokens, axis=-2) for x in sums))
     to_row = decay_between(at(tables.rows), at(tables.row_boundary))
     from_column = decay_between(at(tables.column_boundary), at(tables.columns))
-    row_of_set = tables.rows[:, None] + chunk * np.arange(num_sets)[:, None]
+    row_of_set = tables.rows[:, :, None] + chunk * np.arange(num_sets)[:, None]
     late = _take(rows.reshape(*batch, -1, key_dim), row_of_set, axis=-2)
-    early = _take(k, tables.columns, axis=-2)
-    decays = (to_row, from_column)
-    return late * to_row[..., None, :, :], early * from_column, decays
+    late = late * to_row[..., None, :, :]
+    early = _take(k, tables.columns, axis=-2) * from_column
+    # All sets of rows as one matrix: XLA's CPU takes longer for a matmul of more dimensions.
+    return late.reshape(*late.shape[:-3], -1, key_dim), early, (to_row, from_column)
+
+
+def _of_boundaries(x: Array, axis: int) -> list[Array]:
+    """What stands at the columns of the first boundary, the second and the third: at one, two and three quarters."""
+    quarter = x.shape[axis] // 6
+    return jnp.split(x, (quarter, 3 * quarter), axis)
 
 
 def _at_boundaries(
     d_dot: Float[Array, "*batch R C C"],
-) -> Float[Array, "*batch kinds R I J"]:
+) -> Float[Array, "*batch sizes RI J"]:
     """The cotangent of every pair where it meets, and 0 where a row and a column do not."""
     *batch, num_sets, chunk, _ = d_dot.shape
     tables = boundaries(chunk)
-    pair = chunk * tables.rows[:, :, None] + tables.columns[:, None]
+    row = tables.rows[:, boundary_of_columns(chunk)].swapaxes(-1, -2)
+    pair = chunk * row + tables.columns[:, None]
     pair_of_set = pair[:, None] + chunk**2 * np.arange(num_sets)[:, None, None]
     pairs = _take(d_dot.reshape(*batch, -1), pair_of_set, axis=-1)
-    return jnp.where(_of_rank(tables.meet[:, None], pairs.ndim), pairs, 0)
-
-
-def _merge_sets(x: Float[Array, "*batch R I D"]) -> Float[Array, "*batch RI D"]:
-    """All sets of rows as one matrix: XLA's CPU takes longer for a matmul of more dimensions."""
-    return x.reshape(*x.shape[:-3], -1, x.shape[-1])
+    pairs = jnp.where(_of_rank(tables.meet[:, None], pairs.ndim), pairs, 0)
+    return pairs.reshape(*pairs.shape[:-3], -1, pairs.shape[-1])
 
 
 def _at_tokens(
-    x: Float[Array, "*batch N K"], places: Int[np.ndarray, "*sets sizes C"]
+    x: Float[Array, "*batch N K"], places: Int[np.ndarray, "*sets n C"]
 ) -> Float[Array, "... C K"]:
-    """The sum of what a token has at its places, of which there is at most one for each size of blocks."""
+    """The sum of what a token has at its n places, or fewer: -1 is none."""
     terms = _take(x, np.maximum(places, 0), axis=-2)
     terms = jnp.where(_of_rank((places < 0)[..., None], terms.ndim), 0, terms)
     return _sum_terms(terms, axis=-3)

@@ -4,24 +4,30 @@ import numpy as np
 import pytest
 
 from jfla.xla.boundaries import (
-    INNER,
     boundaries,
-    earlier_columns,
-    later_rows,
+    boundary_of_columns,
     places_of_columns,
     places_of_pairs,
     places_of_rows,
+    spans_of_columns,
+    spans_of_rows,
 )
 
 CHUNKS = [4, 16, 64]
 
 
+def meetings(chunk):
+    """The size, the boundary, the row and the column of every pair that meets."""
+    sizes, rows, columns = np.nonzero(boundaries(chunk).meet)
+    return zip(sizes, boundary_of_columns(chunk)[columns], rows, columns)
+
+
 @pytest.mark.parametrize("chunk", CHUNKS)
 def test_every_pair_of_two_tokens_meets_once(chunk):
     tables = boundaries(chunk)
-    kinds, i, j = np.nonzero(tables.meet)
     times = np.zeros((chunk, chunk), int)
-    np.add.at(times, (tables.rows[kinds, i], tables.columns[kinds, j]), 1)
+    for size, boundary, i, j in meetings(chunk):
+        times[tables.rows[size, boundary, i], tables.columns[size, j]] += 1
     np.testing.assert_array_equal(times, np.tri(chunk, k=-1))
 
 
@@ -29,51 +35,49 @@ def test_every_pair_of_two_tokens_meets_once(chunk):
 def test_the_decays_of_a_pair_span_the_tokens_between(chunk):
     """Both its factors and the sums that give their cotangents to the gates."""
     tables = boundaries(chunk)
-    behind = later_rows(chunk)
-    before = earlier_columns(chunk)
-    num_columns = tables.columns.shape[-1]
-    for kind, i, j in zip(*np.nonzero(tables.meet)):
-        row = tables.rows[kind, i]
-        column = tables.columns[kind, j]
-        boundary = tables.row_boundary[kind, i]
-        assert boundary == tables.column_boundary[kind, j]
-        assert column <= boundary < row
-        size, of_size = divmod(kind, INNER)
-        to_row = tables.rows[kind][behind[kind, :, i]]
-        np.testing.assert_array_equal(to_row, np.arange(boundary + 1, row + 1))
-        spanned = before[size, :, of_size * num_columns + j]
-        to_boundary = tables.columns[kind][spanned]
-        np.testing.assert_array_equal(to_boundary, np.arange(column + 1, boundary + 1))
+    of_rows = spans_of_rows(chunk).reshape(chunk, *tables.rows.shape)
+    of_columns = spans_of_columns(chunk).reshape(chunk, *tables.columns.shape)
+    for size, boundary, i, j in meetings(chunk):
+        row = tables.rows[size, boundary, i]
+        column = tables.columns[size, j]
+        border = tables.row_boundary[size, boundary, i]
+        assert border == tables.column_boundary[size, j]
+        assert column <= border < row
+        to_row = np.flatnonzero(of_rows[:, size, boundary, i])
+        np.testing.assert_array_equal(to_row, np.arange(border + 1, row + 1))
+        from_column = np.flatnonzero(of_columns[:, size, j])
+        np.testing.assert_array_equal(from_column, np.arange(column + 1, border + 1))
 
 
 @pytest.mark.parametrize("num_sets", [1, 2])
 @pytest.mark.parametrize("chunk", CHUNKS)
 def test_places_find_tokens_and_pairs(chunk, num_sets):
     tables = boundaries(chunk)
-    of_set = np.arange(num_sets)[:, None, None]
-    rows = tables.rows[:, None] + chunk * np.arange(num_sets)[:, None]
-    places = places_of_rows(chunk, num_sets)
-    found = np.where(places < 0, -1, rows.ravel()[places])
-    tokens = np.arange(chunk)
-    expected = np.broadcast_to(tokens + chunk * of_set, found.shape)
-    np.testing.assert_array_equal(found[places >= 0], expected[places >= 0])
-    assert (places >= 0).sum() == rows.size
-
-    columns = tables.columns[::INNER]
-    places = places_of_columns(chunk)
-    found = columns.ravel()[places]
-    expected = np.broadcast_to(tokens, found.shape)
-    np.testing.assert_array_equal(found[places >= 0], expected[places >= 0])
-    assert (places >= 0).sum() == columns.size
+    token_of_set = np.arange(num_sets * chunk).reshape(num_sets, 1, chunk)
+    rows = tables.rows[:, :, None] + chunk * np.arange(num_sets)[:, None]
+    assert_found(rows, places_of_rows(chunk, num_sets), token_of_set)
+    assert_found(tables.columns, places_of_columns(chunk), np.arange(chunk))
 
     places = places_of_pairs(chunk, num_sets)
-    shape = (len(tables.rows), num_sets, *tables.meet.shape[1:])
-    kinds, sets, i, j = np.unravel_index(places[places >= 0], shape)
     want_set, want_i, want_j = np.nonzero(places >= 0)
+    shape = (len(tables.rows), num_sets, *tables.meet.shape[1:])
+    sizes, sets, i, j = np.unravel_index(places[places >= 0], shape)
     np.testing.assert_array_equal(sets, want_set)
-    np.testing.assert_array_equal(tables.rows[kinds, i], want_i)
-    np.testing.assert_array_equal(tables.columns[kinds, j], want_j)
-    assert (want_j < want_i).all()
+    row = tables.rows[sizes, boundary_of_columns(chunk)[j], i]
+    np.testing.assert_array_equal(row, want_i)
+    np.testing.assert_array_equal(tables.columns[sizes, j], want_j)
+    lower = np.broadcast_to(np.tri(chunk, k=-1, dtype=bool), places.shape)
+    np.testing.assert_array_equal(places >= 0, lower)
+
+
+def assert_found(tokens, places, expected):
+    """Every token is found where the table says, and every place is in the table."""
+    there = places >= 0
+    found = tokens.ravel()[places]
+    np.testing.assert_array_equal(
+        found[there], np.broadcast_to(expected, found.shape)[there]
+    )
+    np.testing.assert_array_equal(np.sort(places[there]), np.arange(tokens.size))
 
 
 def test_chunks_are_powers_of_four():
