@@ -82,10 +82,10 @@ def chain_by_pairs(
     """The state where every one of many spans begins, and the state behind all of them, in log2 N steps.
 
     Neighbours are composed until one map is left, and on the way back each pair's start goes through its first map.
-    What a span begins with depends on the spans before it alone, not on how many follow. In `reverse` `first` is the
-    cotangent behind the last span, and cotangents go to the spans' ends and to the start of time, through r^T: the maps
-    are the same as forward, and of an even number of spans so are all compositions. Matmuls are at the precision of
-    the context.
+    What a span begins with depends on the spans before it alone, not on how many follow. In `reverse` cotangents go
+    from `first`, behind the last span, to every span's end and to the start of time. Other than in `chain` they go
+    through r^T: r is the map of the forward, and of an even number of spans so are all compositions, which XLA then
+    makes once for both directions. Matmuls are at the precision of the context.
 
     >>> import jax.numpy as jnp
     >>> r, c = 0.5 * jnp.ones((3, 1, 1)), jnp.ones((3, 1, 1))
@@ -102,12 +102,13 @@ def chain_by_pairs(
     pairs = slice(odd, None) if reverse else slice(2 * num_pairs)
     r_pairs = r[pairs].reshape(num_pairs, 2, *r.shape[1:])
     c_pairs = c[pairs].reshape(num_pairs, 2, *c.shape[1:])
-    # Which map of a pair is applied first.
-    one, other = (1, 0) if reverse else (0, 1)
-    c_of_pairs = _apply(r_pairs[:, other], c_pairs[:, one], reverse) + c_pairs[:, other]
+    # The maps of a pair in the order in which they are applied.
+    earlier, later = (1, 0) if reverse else (0, 1)
+    c_before = c_pairs[:, earlier]
+    c_of_pairs = _apply(r_pairs[:, later], c_before, reverse) + c_pairs[:, later]
     r_of_pairs = r_pairs[:, 1] @ r_pairs[:, 0]
     starts, end = chain_by_pairs(first, r_of_pairs, c_of_pairs, reverse=reverse)
-    halfway = _apply(r_pairs[:, one], starts, reverse) + c_pairs[:, one]
+    halfway = _apply(r_pairs[:, earlier], starts, reverse) + c_before
     in_order = [halfway, starts] if reverse else [starts, halfway]
     states = jnp.stack(in_order, axis=1).reshape(2 * num_pairs, *c.shape[1:])
     if not odd:
@@ -120,4 +121,5 @@ def chain_by_pairs(
 def _apply(
     r: Float[Array, "*batch K K"], state: Float[Array, "*batch K V"], reverse: bool
 ) -> Float[Array, "*batch K V"]:
+    """A state through a map, or in `reverse` a cotangent back through it."""
     return (r.mT if reverse else r) @ state

@@ -131,9 +131,10 @@ def _per_channel_adjoint(
     late, early, (to_row, from_column) = _through_boundaries(rows, k, sums)
     d_pairs = _of_boundaries(_at_boundaries(d_dot), axis=-1)
     columns = _of_boundaries(early, axis=-2)
-    dlate = jnp.stack([d @ k for d, k in zip(d_pairs, columns)], axis=-3)
-    dearly = [d.mT @ late[..., n, :, :] for n, d in enumerate(d_pairs)]
-    dearly = jnp.concatenate(dearly, axis=-2)
+    of_rows = [pairs @ tile for pairs, tile in zip(d_pairs, columns)]
+    of_columns = [pairs.mT @ late[..., n, :, :] for n, pairs in enumerate(d_pairs)]
+    dlate = jnp.stack(of_rows, axis=-3)
+    dearly = jnp.concatenate(of_columns, axis=-2)
 
     diagonal = jnp.diagonal(d_dot, axis1=-2, axis2=-1)[..., None]
     flat = (*batch, -1, key_dim)
@@ -146,12 +147,12 @@ def _per_channel_adjoint(
     # A decay gets row * drow of the rows from it on, and k * dk of the columns before it, as far as the boundary.
     at_rows = _sum_terms((late * dlate).reshape(by_set), axis=-3).reshape(flat)
     at_columns = (early * dearly).reshape(flat)
-    to_rows = jnp.asarray(spans_of_rows(chunk), k.dtype)
-    from_columns = jnp.asarray(spans_of_columns(chunk), k.dtype)
+    row_spans = jnp.asarray(spans_of_rows(chunk), k.dtype)
+    column_spans = jnp.asarray(spans_of_columns(chunk), k.dtype)
     return (
         drows + diagonal * k[..., None, :, :],
         dk + _sum_terms(diagonal * rows, axis=-3),
-        to_rows @ at_rows + from_columns @ at_columns,
+        row_spans @ at_rows + column_spans @ at_columns,
     )
 
 
@@ -180,7 +181,7 @@ def _through_boundaries(
 
 def _of_boundaries(x: Array, axis: int) -> list[Array]:
     """What stands at the columns of the first boundary, the second and the third: at one, two and three quarters."""
-    quarter = x.shape[axis] // 6
+    quarter = x.shape[axis] // (1 + 2 + 3)
     return jnp.split(x, (quarter, 3 * quarter), axis)
 
 
@@ -209,7 +210,8 @@ def _at_tokens(
 
 def _take(x: Array, places: Int[np.ndarray, "..."], axis: int) -> Array:
     """Those elements along the axis, which may become several."""
-    # Of 32 bits: jax.enable_x64 would change the dtype of other constants from trace to trace.
+    # NumPy's 64-bit indices are 64-bit within jax.enable_x64 and 32-bit outside. What is traced within it and lowered
+    # outside would have both, and JAX would refuse the program.
     return jnp.take(x, places.astype(np.int32), axis=axis, mode="clip")
 
 
