@@ -3,7 +3,7 @@
 A chunked op is five stages, named alike in code, tests, benchmarks and profiles. The equations are those of
 docs/math.md; S is the state at a chunk's start, and every decay is the exponential of a sum of log decays.
 
-    intra            q, k, g, beta of a chunk           -> DecayedQK, IntraChunk
+    intra            q, k, g, beta of a chunk           -> QK, IntraChunk
     output_scan      + v, initial state                 -> output, final state
     backward_scans   + do, cotangent of the final state -> ScanResults, cotangent of the initial state
     chunk_grads      the states at both ends of a chunk -> ChunkGrads
@@ -34,14 +34,36 @@ class DecayedQK(NamedTuple):
     k_to_end: Float[Array, "B HV N C K"]
     chunk_decay: Float[Array, "B HV N G"]
 
+
+class JoinedQK(NamedTuple):
+    """`DecayedQK` of a gate per channel (KDA), with q_from_start and k_from_start side by side in one array.
+
+    That array has the bytes of dg in float32, whose memory XLA gives it until the gradients are made.
+    """
+
+    qk_from_start: Float[Array, "B HV N C 2K"]
+    k_to_end: Float[Array, "B HV N C K"]
+    chunk_decay: Float[Array, "B HV N K"]
+
     @property
     def key_dim(self) -> int:
-        return self.k_from_start.shape[-1]
+        return self.k_to_end.shape[-1]
 
     @property
     def scalar_gate(self) -> bool:
         """False: decays are in the tiles, not in factors of rows."""
         return False
+
+    @classmethod
+    def join(cls, qk: DecayedQK) -> "JoinedQK":
+        """The same numbers in this layout."""
+        qk_from_start = jnp.concatenate([qk.q_from_start, qk.k_from_start], axis=-1)
+        return cls(qk_from_start, qk.k_to_end, qk.chunk_decay)
+
+    def expanded(self) -> DecayedQK:
+        """The same numbers, q and k apart."""
+        q_from_start, k_from_start = jnp.split(self.qk_from_start, 2, axis=-1)
+        return DecayedQK(q_from_start, k_from_start, self.k_to_end, self.chunk_decay)
 
 
 class FactoredQK(NamedTuple):
@@ -80,7 +102,7 @@ class FactoredQK(NamedTuple):
         )
 
 
-QK = DecayedQK | FactoredQK
+QK = JoinedQK | FactoredQK
 
 
 def _by_chunk(

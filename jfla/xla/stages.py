@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 from jfla._inputs.canonicalize import without_padding
 from jfla._inputs.chunking import ChunkInputs, prepare_chunks, to_chunks, to_tokens
 from jfla.gates import NORM_EPSILON, at_least_f32, l2norm
-from jfla.stages import QK, ChunkGrads, DecayedQK, FactoredQK, IntraChunk, ScanResults
+from jfla.stages import QK, ChunkGrads, FactoredQK, IntraChunk, JoinedQK, ScanResults
 from jfla.types import CHUNK, Inputs, Options
 from jfla.xla import backward, forward
 
@@ -24,7 +24,7 @@ def intra(inputs: Inputs, options: Options) -> tuple[QK, IntraChunk]:
     )
     if options.op.scalar_gate:
         return _factored_qk(inputs, options, x), pairs
-    return _chunks_third(forward.decayed_qk(x)), pairs
+    return JoinedQK.join(_chunks_third(forward.decayed_qk(x))), pairs
 
 
 def _factored_qk(inputs: Inputs, options: Options, x: ChunkInputs) -> FactoredQK:
@@ -63,7 +63,7 @@ def output_scan(
 ) -> tuple[Float[Array, "B T HV V"], Float[Array, "B HV K V"]]:
     """The output and the final state."""
     x, initial = _folded_chunks(inputs, options)
-    decayed = _chunks_first(_expanded(qk))
+    decayed = _chunks_first(qk.expanded())
     folded = _folded_pairs(pairs)
     states, _, v_new, final = forward.state_scan(x, initial, decayed, folded)
     return to_tokens(forward.outputs(decayed, folded, states, v_new)), final[:, 0]
@@ -79,7 +79,7 @@ def backward_scans(
 ) -> tuple[ScanResults, Float[Array, "B HV K V"]]:
     """States, their cotangents, v_new and dv; and the cotangent of the initial state."""
     x, initial = _folded_chunks(inputs, options)
-    decayed = _chunks_first(_expanded(qk))
+    decayed = _chunks_first(qk.expanded())
     folded = _folded_pairs(pairs)
     states, _, v_new, _ = forward.state_scan(x, initial, decayed, folded)
     reverse = backward.dstate_scan(x, d_final[:, None], decayed, folded, to_chunks(do))
@@ -146,10 +146,6 @@ def _folded_chunks(
 
 def _folded_pairs(pairs: IntraChunk) -> forward.Pairs:
     return forward.Pairs(*_chunks_first(pairs))
-
-
-def _expanded(qk: QK) -> DecayedQK:
-    return qk.expanded() if isinstance(qk, FactoredQK) else qk
 
 
 def _chunks_third(tree: Any) -> Any:

@@ -15,7 +15,7 @@ import jfla
 from jfla.pallas.dims import dims_of
 from jfla.pallas.heuristics import SMEM_BYTES, Schedule, schedule
 from jfla.pallas.machine import Machine
-from jfla.stages import DecayedQK, FactoredQK, IntraChunk, ScanResults
+from jfla.stages import DecayedQK, FactoredQK, IntraChunk, JoinedQK, ScanResults
 from jfla.types import Inputs, Options
 from support import kernel_cases
 from support.kernel_cases import Call
@@ -81,10 +81,12 @@ class Backend:
     def qk(self, inputs: Inputs, x: Tokens, qk: DecayedQK) -> tuple[Any, DecayedQK]:
         """An oracle's q and k as this backend keeps them: rounded, and those same numbers in float64."""
         if inputs.g.shape[-1] > 1:
-            kept = self.rounded(qk)._replace(
+            rounded = self.rounded(qk)._replace(
                 chunk_decay=self.rounded(qk.chunk_decay, self.scalars)
             )
-            return kept, exact(kept)
+            with self.context():
+                kept = JoinedQK.join(rounded)
+            return kept, exact(rounded)
         q, k = self.rounded([pad_time(np.asarray(a)) for a in (inputs.q, inputs.k)])
         factors = self.rounded(_factors(x, qk), self.scalars)
         rows = np.moveaxis(exact(factors), 3, 0)

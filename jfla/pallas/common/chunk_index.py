@@ -18,6 +18,11 @@ TILE_V = 64  # columns of V of one tile, and of one consumer warpgroup
 CHANNEL_BLOCK = 128
 
 
+def joined_k_columns(columns: Index, key_dim: int) -> Index:
+    """Where these columns of k_from_start lie in `JoinedQK.qk_from_start`; those of q_from_start keep their places."""
+    return pl.ds(columns.start + key_dim, columns.size)
+
+
 class ChunkIndex(NamedTuple):
     """A chunk of one value head."""
 

@@ -12,7 +12,7 @@ class RingChunks(NamedTuple):
     for room in a ring for ever.
     """
 
-    qk: int = 0  # `DecayedQK`
+    qk: int = 0  # `JoinedQK`
     intra: int = 0  # `IntraChunk`
     sequences_per_group: int = 0
 

@@ -1,4 +1,4 @@
-"""Kernel jfla_intra_kda_mma: `QkgOperands` and beta to `DecayedQK` and `IntraChunk`; a CTA, of one warpgroup, a chunk.
+"""Kernel jfla_intra_kda_mma: `QkgOperands` and beta to `JoinedQK` and `IntraChunk`; a CTA, of one warpgroup, a chunk.
 
 Tiles of 64 channels follow each other: gate, sums of decays, q and k as they meet the state; then what the tile adds to
 the pairs of tokens, in the blocks of `kda_blocks.py`. The pairs are kept transposed, A^T: k, the columns, is the left
@@ -15,7 +15,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
 from jfla.pallas.common.beta_scaling import write_a_inv, write_beta_scaling
-from jfla.pallas.common.chunk_index import TILE_K, ChunkGrid, ChunkIndex
+from jfla.pallas.common.chunk_index import (
+    TILE_K,
+    ChunkGrid,
+    ChunkIndex,
+    joined_k_columns,
+)
 from jfla.pallas.common.packed_rows import places_of
 from jfla.pallas.common.pair_passes import BLOCK, NUM_BLOCKS, RANGE, SHIFT, row_factor
 from jfla.pallas.common.qk_tiles import K, Q, QkgOperands, QkOptions, QkTiles
@@ -37,7 +42,7 @@ from jfla.pallas.mgpu.triangular import TriangularInverse
 from jfla.pallas.mgpu.types import Gmem, Index, MemorySpec, Reg, Smem
 from jfla.pallas.mma import kda_blocks
 from jfla.pallas.mma.kda_blocks import ChunkDecays
-from jfla.stages import DecayedQK, IntraChunk
+from jfla.stages import IntraChunk, JoinedQK
 from jfla.types import CHUNK
 
 
@@ -52,7 +57,7 @@ class IntraKdaInputs(NamedTuple):
 class IntraKdaOutputs(NamedTuple):
     """Global memory that the kernel writes."""
 
-    qk: DecayedQK
+    qk: JoinedQK
     intra: IntraChunk | None
 
 
@@ -109,19 +114,20 @@ def load_chunk(ctx: IntraKdaCta) -> None:
     copies.wait()
 
 
-def store_decayed_qk(ctx: IntraKdaCta, tile: Index, out_gmem: DecayedQK) -> None:
+def store_joined_qk(ctx: IntraKdaCta, tile: Index, out_gmem: JoinedQK) -> None:
     """q and k of a tile as they meet the state, and the chunk's decay."""
     columns = ctx.qk.columns(tile)
+    k_columns = joined_k_columns(columns, out_gmem.key_dim)
     decays = ctx.decays
 
-    def store(x: Reg, target: Gmem) -> None:
-        store_from_layout(ctx.index.tile(target).at[:, columns], x.astype(BF16))
+    def store(x: Reg, target: Gmem, place: Index) -> None:
+        store_from_layout(ctx.index.tile(target).at[:, place], x.astype(BF16))
 
     from_start = jnp.exp2(decays.from_start())
-    store(ctx.qk.scaled(Q, tile) * from_start, out_gmem.q_from_start)
-    store(ctx.qk.scaled(K, tile) * from_start, out_gmem.k_from_start)
+    store(ctx.qk.scaled(Q, tile) * from_start, out_gmem.qk_from_start, columns)
+    store(ctx.qk.scaled(K, tile) * from_start, out_gmem.qk_from_start, k_columns)
     to_end = jnp.exp2(decays.to_end())
-    store(ctx.qk.scaled(K, tile) * to_end, out_gmem.k_to_end)
+    store(ctx.qk.scaled(K, tile) * to_end, out_gmem.k_to_end, columns)
     total = decays.whole_chunk()
     store_from_layout(ctx.index.tile(out_gmem.chunk_decay).at[columns], jnp.exp2(total))
 
@@ -227,7 +233,7 @@ def run_chunk(ctx: IntraKdaCta, out_gmem: IntraKdaOutputs) -> None:
         smem = ctx.smem
         bias = None if smem.bias is None else smem.bias.at[tile]
         of_tile.qk.write_decays(tile, ctx.gmem.qkg, bias, smem.resets, smem.decay)
-        store_decayed_qk(of_tile, tile, out_gmem.qk)
+        store_joined_qk(of_tile, tile, out_gmem.qk)
         if out_gmem.intra is not None:
             pairs = add_pairs(of_tile, tile, pairs)
         commit_smem()  # the next tile's decays and rows replace these
@@ -281,11 +287,12 @@ def intra_kda(
 
 
 def _output_shapes(grid: ChunkGrid, key_dim: int, with_a: bool) -> IntraKdaOutputs:
-    tile: Gmem = jax.ShapeDtypeStruct((*grid.shape, CHUNK, key_dim), BF16)
+    qk_from_start: Gmem = jax.ShapeDtypeStruct((*grid.shape, CHUNK, 2 * key_dim), BF16)
+    k_to_end: Gmem = jax.ShapeDtypeStruct((*grid.shape, CHUNK, key_dim), BF16)
     chunk_decay: Gmem = jax.ShapeDtypeStruct((*grid.shape, key_dim), F32)
     square: Gmem = jax.ShapeDtypeStruct((*grid.shape, CHUNK, CHUNK), BF16)
     intra = IntraChunk(square, square) if with_a else None
-    return IntraKdaOutputs(DecayedQK(tile, tile, tile, chunk_decay), intra)
+    return IntraKdaOutputs(JoinedQK(qk_from_start, k_to_end, chunk_decay), intra)
 
 
 def _shared_storage(

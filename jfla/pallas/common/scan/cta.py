@@ -11,7 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jfla.pallas.common.chunk_index import TILE_V, ChunkIndex
+from jfla.pallas.common.chunk_index import TILE_V, ChunkIndex, joined_k_columns
 from jfla.pallas.common.packed_rows import INPUTS, places_of
 from jfla.pallas.common.scan.spec import (
     GmemOperands,
@@ -133,24 +133,28 @@ class ScanCta(NamedTuple):
         smem = self.smem.chunks
         full = self.full(stage)
         heads = self.spec.value_heads
+        columns = pl.ds(0, self.spec.key_dim)
+        k_columns = columns
+        if not self.spec.scalar_gate:
+            k_columns = joined_k_columns(columns, self.spec.key_dim)
         qk = [
-            (gmem.k_from_start, smem.k_from_start),
-            (gmem.q_from_start, smem.q_from_start),
-            (gmem.k_to_end, smem.k_to_end),
+            (gmem.k_from_start, smem.k_from_start, k_columns),
+            (gmem.q_from_start, smem.q_from_start, columns),
+            (gmem.k_to_end, smem.k_to_end, columns),
         ]
         tiles = [
             (gmem.decay, smem.decay),
             (gmem.a_qk, smem.a_qk),
             (gmem.a_inv, smem.a_inv),
         ]
-        for source, target in qk:
+        for source, target, place in qk:
             if source is None:
                 continue
             start = functools.partial(full.start, target_smem=target.at[stage])
-            if len(source.shape) == 5:
-                start(chunk.tile(source))
+            if self.spec.scalar_gate:
+                chunk.for_rows(source, heads, place, start)
             else:
-                chunk.for_rows(source, heads, slice(None), start)
+                start(chunk.tile(source).at[:, place])
         for source, target in tiles:
             if source is not None:
                 full.start(chunk.tile(source), target.at[stage])

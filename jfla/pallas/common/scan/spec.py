@@ -76,7 +76,9 @@ Step = Callable[[Reg, ChunkTiles, Store], Reg]
 class TmaOperands(NamedTuple):
     """What is copied of every chunk: arrays in global memory, or their pipeline stages in shared memory."""
 
-    k_from_start: Gmem | Smem
+    k_from_start: (
+        Gmem | Smem
+    )  # in global memory both of a gate per channel are one array: `JoinedQK`
     decay: Gmem | Smem
     q_from_start: Gmem | Smem
     k_to_end: Gmem | Smem  # None for a scalar gate, whose one k tile serves both
@@ -110,9 +112,9 @@ def gmem_operands(
     """Without `queries` the step uses neither q nor a_qk."""
     scalar_gate = isinstance(qk, FactoredQK)
     chunks = TmaOperands(
-        k_from_start=qk.k if scalar_gate else qk.k_from_start,
+        k_from_start=qk.k if scalar_gate else qk.qk_from_start,
         decay=qk.factors if scalar_gate else qk.chunk_decay,
-        q_from_start=qk.q if scalar_gate else qk.q_from_start,
+        q_from_start=qk.q if scalar_gate else qk.qk_from_start,
         k_to_end=None if scalar_gate else qk.k_to_end,
         a_qk=intra.a_qk,
         a_inv=intra.a_inv,
@@ -176,7 +178,9 @@ class ScanSpec(NamedTuple):
 
     @property
     def key_dim(self) -> int:
-        return self.operands.chunks.k_from_start.shape[-1]
+        chunks = self.operands.chunks
+        k = chunks.k_from_start if chunks.k_to_end is None else chunks.k_to_end
+        return k.shape[-1]
 
     @property
     def split_states(self) -> tuple[int, int, int, int, int]:

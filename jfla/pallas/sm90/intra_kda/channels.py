@@ -1,4 +1,4 @@
-"""What the channel warpgroups of KDA's intra-chunk kernel make: `DecayedQK`, and the operands of pairs of tokens.
+"""What the channel warpgroups of KDA's intra-chunk kernel make: `JoinedQK`, and the operands of pairs of tokens.
 
 Within a block of 16 tokens log2 decays are summed from the block's first token to a row; from a
 column they are summed to the next block's first token. What lies between is a decay of a whole
@@ -19,7 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jfla.pallas.common.chunk_index import TILE_K
+from jfla.pallas.common.chunk_index import TILE_K, joined_k_columns
 from jfla.pallas.common.decay_sums import (
     ALL_TOKENS,
     FROM_CHUNK_START,
@@ -137,15 +137,16 @@ def write_rows(ctx: IntraKdaWarpgroup, with_pairs: bool) -> None:
 
 
 def start_stores(ctx: IntraKdaWarpgroup, outputs: IntraKdaOutputs) -> None:
-    """Starts the stores of `DecayedQK`."""
+    """Starts the stores of `JoinedQK`."""
     columns = ctx.part.columns(ctx.wg)
+    k_columns = joined_k_columns(columns, outputs.k_to_end.shape[-1])
     index = ctx.qk.index
-    for source, target in (
-        (ctx.qk.q, outputs.q_from_start),
-        (ctx.qk.k, outputs.k_from_start),
-        (ctx.smem.k_to_end, outputs.k_to_end),
+    for source, target, place in (
+        (ctx.qk.q, outputs.qk_from_start, columns),
+        (ctx.qk.k, outputs.qk_from_start, k_columns),
+        (ctx.smem.k_to_end, outputs.k_to_end, columns),
     ):
-        store_tile(source.at[ctx.wg], index.tile(target).at[:, columns])
+        store_tile(source.at[ctx.wg], index.tile(target).at[:, place])
     chunk_decay = index.tile(outputs.chunk_decay).at[columns]
     store_tile(ctx.smem.block_decay.at[ctx.wg, ALL_TOKENS], chunk_decay)
 

@@ -1,4 +1,4 @@
-"""The intra-chunk kernel of KDA: q, k, g, beta of a chunk to `DecayedQK` and the A matrices.
+"""The intra-chunk kernel of KDA: q, k, g, beta of a chunk to `JoinedQK` and the A matrices.
 
 CTAs are persistent. Channel warpgroups have 64 channels of a chunk each (`channels.py`); the pairs
 warpgroup sums over channels and inverts (`pairs.py`), while they go on to the next chunk, whose q and
@@ -36,7 +36,7 @@ from jfla.pallas.sm90.intra_kda.smem import (
     SharedStorage,
 )
 from jfla.pallas.sm90.intra_kda.sum_blocks import sum_blocks
-from jfla.stages import DecayedQK, IntraChunk
+from jfla.stages import IntraChunk, JoinedQK
 from jfla.types import CHUNK
 
 WarpgroupAt = Callable[..., IntraKdaWarpgroup]
@@ -140,12 +140,7 @@ def intra_kda(
 
 def _intra_results(outputs: IntraKdaOutputs, beta: Gmem) -> IntraResults:
     """On the host: the outputs by the names of `jfla.stages`."""
-    qk = DecayedQK(
-        outputs.q_from_start,
-        outputs.k_from_start,
-        outputs.k_to_end,
-        outputs.chunk_decay,
-    )
+    qk = JoinedQK(outputs.qk_from_start, outputs.k_to_end, outputs.chunk_decay)
     intra = None
     if outputs.a_qk is not None:
         intra = IntraChunk(outputs.a_qk, outputs.a_inv)
@@ -161,7 +156,8 @@ def _output_shapes(
     lead = grid.chunks.shape
     of_qk = (*lead[:2], ring.qk or grid.chunks.n_chunks)
     of_intra = (*lead[:2], ring.intra or grid.chunks.n_chunks)
-    rows = jax.ShapeDtypeStruct((*of_qk, CHUNK, key_dim), BF16)
+    qk_from_start = jax.ShapeDtypeStruct((*of_qk, CHUNK, 2 * key_dim), BF16)
+    k_to_end = jax.ShapeDtypeStruct((*of_qk, CHUNK, key_dim), BF16)
     square = jax.ShapeDtypeStruct((*of_intra, CHUNK, CHUNK), BF16)
     decay = jax.ShapeDtypeStruct((*of_qk, key_dim), F32)
     one_block = grid.num_blocks == 1
@@ -171,7 +167,7 @@ def _output_shapes(
         block_sums = jax.ShapeDtypeStruct(
             (*lead, grid.num_blocks, 2, CHUNK, CHUNK), F32
         )
-    return IntraKdaOutputs(rows, rows, rows, decay, a, a, block_sums)
+    return IntraKdaOutputs(qk_from_start, k_to_end, decay, a, a, block_sums)
 
 
 def _run_channel_warpgroup(

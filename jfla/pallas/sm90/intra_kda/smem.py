@@ -61,10 +61,9 @@ class IntraKdaOperands(NamedTuple):
 
 
 class IntraKdaOutputs(NamedTuple):
-    """What the kernel writes: `DecayedQK`, and what it has of `IntraChunk`."""
+    """What the kernel writes: `JoinedQK`, and what it has of `IntraChunk`."""
 
-    q_from_start: Gmem
-    k_from_start: Gmem
+    qk_from_start: Gmem
     k_to_end: Gmem
     chunk_decay: Gmem
     a_qk: Gmem  # None where the caller has it, or K has several channel blocks
