@@ -19,8 +19,10 @@ class IntraTimes(NamedTuple):
 
 INTRA_US = {
     False: IntraTimes(alone=5.6, beside_scan=7.2, with_ring=6.2),
-    True: IntraTimes(alone=11.0, beside_scan=10.8, with_ring=10.8),
+    True: IntraTimes(alone=8.4, beside_scan=10.8, with_ring=7.6),
 }  # by whether the gate is a scalar
+# The least for a chunk of both kernels side by side with a ring, whichever multiprocessors have which.
+BESIDE_US = {False: 0.0, True: 0.0365}
 # Of a chunk, by the CTA's columns of V: two warpgroups share the tensor cores where there are 128.
 SCAN_US = {False: {64: 1.25, 128: 2.0}, True: {64: 1.25, 128: 1.85}}
 # The same of segments side by side: a multiprocessor's time for a chunk, with its share of the start of a segment.
@@ -55,13 +57,18 @@ def one_by_one_us(
     `wgs` warpgroups of a CTA of the intra-chunk kernel have chunks of their own.
     """
     rounds = -(-dims.num_chunks // (num_sms * wgs))
-    waves = -(-dims.sequences * (dims.value_dim // v_block) // num_sms)
+    scan_ctas = dims.sequences * (dims.value_dim // v_block)
+    full_waves, last_ctas = divmod(scan_ctas, num_sms)
     chunk_bytes = ChunkBytes.of(op, dims)
     bytes_us = dims.num_chunks / bytes_per_us
     alone_us = INTRA_US[op.scalar_gate].alone
-    chunk_us = SCAN_US[op.scalar_gate][v_block]
+    chain_us = dims.n_chunks * SCAN_US[op.scalar_gate][v_block]
     intra_us = max(rounds * alone_us, chunk_bytes.intra * bytes_us)
-    scan_us = max(waves * dims.n_chunks * chunk_us, chunk_bytes.scan * bytes_us)
+
+    def wave_us(ctas: int) -> float:
+        return max(chain_us, chunk_bytes.scan * bytes_us * ctas / scan_ctas)
+
+    scan_us = full_waves * wave_us(num_sms) + (last_ctas > 0) * wave_us(last_ctas)
     return intra_us + scan_us
 
 
@@ -89,6 +96,8 @@ def beside_us(
     scan_us = num_groups * dims.n_chunks * SCAN_US[op.scalar_gate][v_block]
     rounds = -(-dims.num_chunks // (num_ctas * wgs))
     longest = max(rounds * intra_us + scan_us / rounds, scan_us)
+    if ring:
+        longest = max(longest, BESIDE_US[op.scalar_gate] * dims.num_chunks)
     return longest + (num_groups - 1) * NEXT_GROUP_US
 
 

@@ -73,7 +73,11 @@ def test_spans_of_time_are_for_many_states(op, key_dim, heads, time, spans):
         ("gdn", 32, 8192, 64, 68),
         ("kda", 32, 8192, 128, 100),
         ("kda", 24, 8192, 64, 84),  # two warpgroups take longer for 128 columns
+        ("gdn", 40, 8192, 64, 52),  # 52 multiprocessors prepare as fast as 80 scan
+        ("gdn", 48, 8192, 128, 84),
+        ("gdn", 56, 8192, 128, 76),
         ("gdn", 64, 8192, 64, 0),
+        ("gdn", 80, 8192, 128, 52),
         ("kda", 8, 8192, 64, 0),
     ],
 )
@@ -111,7 +115,13 @@ def test_results_for_a_scan_alone_lie_in_a_ring(op, heads, time, ring):
         ("kda", 2, 8192, H200_BYTES_PER_US, Overlap(128, 100, sequences_per_group=32)),
         ("kda", 8, 4096, 3.03e6, Overlap(128, 100, sequences_per_group=32)),
         ("kda", 8, 1024, 3.03e6, Overlap(128, 0)),
+        # whose scan alone would have a second wave of few CTAs
+        ("kda", 5, 4096, H200_BYTES_PER_US, Overlap(128, 100, sequences_per_group=32)),
+        ("gdn", 5, 4096, H200_BYTES_PER_US, Overlap(128, 52, sequences_per_group=80)),
+        ("gdn", 9, 4096, H200_BYTES_PER_US, Overlap(128, 60, sequences_per_group=72)),
+        ("gdn", 3, 4096, H200_BYTES_PER_US, Overlap(128, 0)),
         ("gdn", 8, 4096, H200_BYTES_PER_US, Overlap(128, 0)),
+        ("gdn", 6, 4096, 3.03e6, Overlap(128, 68, sequences_per_group=64)),
         ("gdn", 8, 4096, 3.03e6, Overlap(128, 68, sequences_per_group=64)),
         ("gdn", 2, 8192, 3.03e6, Overlap(128, 68)),
     ],
