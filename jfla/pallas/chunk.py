@@ -259,7 +259,9 @@ def _backward(
     if entered is not None and split_r is not None:
         x = x._replace(initial=to_kernel_state(entered.states[:, 0]))
         if schedule.time_splits == 1:  # else `both_scans` has the maps anyway
-            config = ScanConfig(schedule.scan_v_block, smem_bytes=schedule.smem_bytes)
+            config = ScanConfig(
+                schedule.backward_v_block, smem_bytes=schedule.smem_bytes
+            )
             with jax.named_scope("jfla_split_time"):
                 qk = intra_results.qk
                 d_last = stretch_end(
@@ -298,7 +300,7 @@ def both_scans(
     group_chunks: int | None = None,
 ) -> tuple[ScanResults, Array | None]:
     """The states once more and their cotangents in reverse; and dS^T before the first chunk, if a state was given."""
-    config = ScanConfig(schedule.scan_v_block, smem_bytes=schedule.smem_bytes)
+    config = ScanConfig(schedule.backward_v_block, smem_bytes=schedule.smem_bytes)
     ends = (x.initial, d_last)
     if schedule.time_splits > 1:
         with jax.named_scope("jfla_split_time"):
@@ -338,7 +340,9 @@ class _BySpan:
         self.schedule = schedule
         self.static = static
         self.out_dtype = out_dtype
-        self.config = ScanConfig(schedule.scan_v_block, smem_bytes=schedule.smem_bytes)
+        self.config = ScanConfig(
+            schedule.backward_v_block, smem_bytes=schedule.smem_bytes
+        )
 
     def __call__(
         self,

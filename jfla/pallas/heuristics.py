@@ -11,6 +11,7 @@ from jfla.pallas.dims import Dims
 from jfla.pallas.kernel_times import (
     INTRA_US,
     SEGMENT_SCAN_US,
+    backward_scans_us,
     beside_us,
     one_by_one_us,
     segments_us,
@@ -19,20 +20,18 @@ from jfla.pallas.machine import Machine
 from jfla.types import CHUNK, Op
 
 SUPPORTED_DIMS = (64, 128, 256)
-MAX_DIM: dict[Machine, int] = {
-    "hopper": 256,
-    "ampere": 128,
-}  # of K and of V of a chunked call
+# Of K and of V of a chunked call
+MAX_DIM: dict[Machine, int] = {"hopper": 256, "ampere": 128}
 DECODE_TOKENS = 8  # of one call: a CTA keeps all of them in shared memory
 HOPPER_SMS = 132  # of an H100 SXM or H200, where no device says
-# By compute capability, of a CTA's shared memory what its tiles may take: all but 1 KiB.
+# By compute capability, of a CTA's shared memory what its tiles may take: all but 1 KiB; of 10.0 not 226 KiB, where with
+# another pipeline stage the scans of mma.sync spill.
 SMEM_BYTES = {
     "8.0": 162 * 1024,
     "8.6": 98 * 1024,
     "8.9": 98 * 1024,
     "9.0": 226 * 1024,
-    "10.0": 162
-    * 1024,  # of 226: with another pipeline stage the scans of mma.sync spill
+    "10.0": 162 * 1024,
 }
 HOPPER_SMEM_BYTES = SMEM_BYTES["9.0"]
 # Bytes that a copy was measured to move in a microsecond, by device kind; other GPUs count as an H200.
@@ -48,6 +47,9 @@ LONG_SEGMENT_CHUNKS = 8  # chunks of the aligned grid for each segment
 
 # Chunks of all sequences in rings: 6 of each of 32 stall KDA's intra-chunk kernel, 12 exceed the second-level cache.
 RING_TILES = 256
+
+# Of two estimates
+CLEARLY_SHORTER = 0.97
 
 # Of copies of rows: the tables and copies of packed segments take half as long.
 MIN_COPY_US = 64
@@ -66,6 +68,7 @@ class Schedule:
     smem_bytes: int
     bytes_per_us: float  # that a copy moves
     scan_v_block: int  # columns of V per CTA of a scan
+    backward_v_block: int  # the same of the backward's two scans, which share a grid
     overlap_v_block: int  # the same where the intra-chunk kernel runs beside the scan
     # CTAs of the intra-chunk kernel beside the scan; 0: it runs before
     overlap_ctas: int
@@ -112,6 +115,7 @@ def schedule(
         smem_bytes=smem_bytes,
         bytes_per_us=bytes_per_us,
         scan_v_block=scan_v_block(dims, num_sms),
+        backward_v_block=backward_v_block(op, dims, num_sms, bytes_per_us),
         overlap_v_block=overlap.v_block,
         overlap_ctas=overlap.num_ctas,
         sequences_per_group=overlap.sequences_per_group,
@@ -155,6 +159,7 @@ def _schedule_of_single_warpgroups(
         smem_bytes=smem_bytes,
         bytes_per_us=bytes_per_us,
         scan_v_block=64,
+        backward_v_block=64,
         overlap_v_block=64,
         overlap_ctas=0,
         sequences_per_group=0,
@@ -208,6 +213,19 @@ def scan_v_block(dims: Dims, num_sms: int) -> int:
     ):
         return fewest
     return fewest if dims.sequences * (dims.value_dim // 64) <= num_sms else most
+
+
+def backward_v_block(op: Op, dims: Dims, num_sms: int, bytes_per_us: float) -> int:
+    """As the two scans' waves are shorter; that of one scan, where they are alike, time is split or rows are packed."""
+    of_one_scan = scan_v_block(dims, num_sms)
+    if dims.segments is not None or time_splits(dims, num_sms) > 1:
+        return of_one_scan
+    us = {
+        v_block: backward_scans_us(op, dims, v_block, num_sms, bytes_per_us)
+        for v_block in v_blocks(dims)
+    }
+    best = min(us, key=lambda v_block: us[v_block])
+    return best if us[best] < CLEARLY_SHORTER * us[of_one_scan] else of_one_scan
 
 
 class Overlap(NamedTuple):

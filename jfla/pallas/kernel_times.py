@@ -27,6 +27,9 @@ BESIDE_US = {False: 0.0, True: 0.0365}
 SCAN_US = {False: {64: 1.25, 128: 2.0}, True: {64: 1.25, 128: 1.85}}
 # The same of segments side by side: a multiprocessor's time for a chunk, with its share of the start of a segment.
 SEGMENT_SCAN_US = {64: 1.55, 128: 2.0}
+# Of a chunk of a scan of the backward, which stores states
+BACKWARD_SCAN_US = {64: 1.35, 128: 2.25}
+BACKWARD_COPY_SHARE = 0.88  # of a copy's rate, where these scans fill the GPU
 NEXT_GROUP_US = 10  # until a scan's CTAs are those of the next group
 SEGMENTS_COPY_SHARE = 0.9  # of a copy's rate, beside the scans of segments (an H100)
 
@@ -36,6 +39,7 @@ class ChunkBytes(NamedTuple):
 
     intra: int
     scan: int
+    backward_scans: int  # both
 
     @classmethod
     def of(cls, op: Op, dims: Dims) -> "ChunkBytes":
@@ -45,8 +49,12 @@ class ChunkBytes(NamedTuple):
         rows_of_v = 2 * CHUNK * dims.value_dim
         # q and k; with a gate per channel g, and q, k and k to the chunk's end as they decay
         intra = (2 if op.scalar_gate else 7) * rows_of_k + a_bytes
-        scan = (2 if op.scalar_gate else 3) * rows_of_k + a_bytes + 2 * rows_of_v
-        return cls(intra, scan)
+        of_qk = (2 if op.scalar_gate else 3) * rows_of_k
+        scan = of_qk + a_bytes + 2 * rows_of_v
+        # k, or its two factors, A_inv and v again; S, dS, v_new and dv
+        states = 2 * 2 * dims.key_dim * dims.value_dim
+        backward_scans = scan + of_qk - rows_of_k + a_bytes // 2 + 2 * rows_of_v
+        return cls(intra, scan, backward_scans + states)
 
 
 def one_by_one_us(
@@ -57,19 +65,32 @@ def one_by_one_us(
     `wgs` warpgroups of a CTA of the intra-chunk kernel have chunks of their own.
     """
     rounds = -(-dims.num_chunks // (num_sms * wgs))
-    scan_ctas = dims.sequences * (dims.value_dim // v_block)
-    full_waves, last_ctas = divmod(scan_ctas, num_sms)
     chunk_bytes = ChunkBytes.of(op, dims)
     bytes_us = dims.num_chunks / bytes_per_us
     alone_us = INTRA_US[op.scalar_gate].alone
-    chain_us = dims.n_chunks * SCAN_US[op.scalar_gate][v_block]
     intra_us = max(rounds * alone_us, chunk_bytes.intra * bytes_us)
+    scan_ctas = dims.sequences * (dims.value_dim // v_block)
+    chain_us = dims.n_chunks * SCAN_US[op.scalar_gate][v_block]
+    return intra_us + _waves_us(
+        scan_ctas, num_sms, chain_us, chunk_bytes.scan * bytes_us
+    )
 
-    def wave_us(ctas: int) -> float:
-        return max(chain_us, chunk_bytes.scan * bytes_us * ctas / scan_ctas)
 
-    scan_us = full_waves * wave_us(num_sms) + (last_ctas > 0) * wave_us(last_ctas)
-    return intra_us + scan_us
+def backward_scans_us(
+    op: Op, dims: Dims, v_block: int, num_sms: int, bytes_per_us: float
+) -> float:
+    """Both scans of the backward in one grid, in waves of CTAs."""
+    ctas = 2 * dims.sequences * (dims.value_dim // v_block)
+    chain_us = dims.n_chunks * BACKWARD_SCAN_US[v_block]
+    bytes_us = ChunkBytes.of(op, dims).backward_scans * dims.num_chunks / bytes_per_us
+    return _waves_us(ctas, num_sms, chain_us, bytes_us / BACKWARD_COPY_SHARE)
+
+
+def _waves_us(ctas: int, num_sms: int, chain_us: float, bytes_us: float) -> float:
+    """CTAs that each take `chain_us` alone and together move what takes `bytes_us`; the last wave has the rest."""
+    full_waves, last_ctas = divmod(ctas, num_sms)
+    waves = [num_sms] * full_waves + [last_ctas] * (last_ctas > 0)
+    return sum(max(chain_us, bytes_us * in_wave / ctas) for in_wave in waves)
 
 
 def beside_us(

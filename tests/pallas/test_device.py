@@ -194,6 +194,24 @@ def test_a_ring_gives_segments_in_turn_the_same_bits(v_block, padding):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("op", "spans"), [("kda", {}), ("gdn", {}), ("gdn", {"num_spans": 4})]
+)
+def test_columns_of_a_backward_scan_change_no_bit(op, spans):
+    sizes = {"time": 2048, "heads": 40, "key_dim": 128, "value_dim": 128, "group": 1}
+    arrays, rest = inputs(Call(op, "raw", **sizes))
+    found = [
+        results(
+            scheduled(op, interpret=False, backward_v_block=v_block, **spans),
+            arrays,
+            rest,
+        )
+        for v_block in (64, 128)
+    ]
+    jax.tree.map(np.testing.assert_array_equal, *jax.tree.map(np.asarray, found))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("segments", [0, 20])
 def test_spans_of_time_one_after_the_other_give_the_bits_of_the_whole(segments):
     sizes = {"batch": 2, "time": 2048, "heads": 8, "key_dim": 128, "value_dim": 128}

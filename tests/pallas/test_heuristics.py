@@ -68,6 +68,26 @@ def test_spans_of_time_are_for_many_states(op, key_dim, heads, time, spans):
 
 
 @pytest.mark.parametrize(
+    ("op", "batch", "heads", "time", "v_block"),
+    [
+        ("kda", 1, 32, 8192, 64),  # one wave of 128 CTAs
+        ("gdn", 1, 36, 8192, 128),  # instead of 12 CTAs in a second wave
+        ("kda", 1, 48, 8192, 128),
+        ("gdn", 2, 32, 8192, 64),  # waves are bound by bytes
+        ("gdn", 3, 32, 4096, 64),  # three short waves instead of a long and a short one
+        ("kda", 1, 80, 8192, 64),
+        ("kda", 8, 32, 4096, 128),  # full waves, as those of one scan
+        ("gdn", 1, 8, 65536, 64),  # time is split
+    ],
+)
+def test_scans_of_the_backward_take_the_columns_whose_waves_are_shorter(
+    op, batch, heads, time, v_block
+):
+    found = schedule(OPS[op], Dims(batch, heads, time // 64, 128, 128))
+    assert found.backward_v_block == v_block
+
+
+@pytest.mark.parametrize(
     ("op", "heads", "time", "v_block", "ctas"),
     [
         ("gdn", 32, 8192, 64, 68),

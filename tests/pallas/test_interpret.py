@@ -145,6 +145,16 @@ def test_spans_of_time_one_after_the_other_give_the_same(segments):
     check(call, scheduled("gdn", num_spans=2))
 
 
+@pytest.mark.parametrize("op", ["gdn", pytest.param("kda", marks=pytest.mark.slow)])
+def test_columns_of_a_backward_scan_change_no_bit(op):
+    arrays, rest = inputs(Call(op, "raw", time=130, value_dim=128, group=1))
+    found = [
+        results(scheduled(op, backward_v_block=v_block), arrays, rest)
+        for v_block in (64, 128)
+    ]
+    jax.tree.map(np.testing.assert_array_equal, *jax.tree.map(np.asarray, found))
+
+
 @pytest.mark.parametrize("factor", [1e3, pytest.param(0.5, marks=pytest.mark.slow)])
 def test_causal_to_the_bit(factor):
     """Also where a later token's gate is so strong that its rows, and only they, take the exact form."""
