@@ -24,8 +24,8 @@ SUPPORTED_DIMS = (64, 128, 256)
 MAX_DIM: dict[Machine, int] = {"hopper": 256, "ampere": 128}
 DECODE_TOKENS = 8  # of one call: a CTA keeps all of them in shared memory
 HOPPER_SMS = 132  # of an H100 SXM or H200, where no device says
-# By compute capability, of a CTA's shared memory what its tiles may take: all but 1 KiB; of 10.0 not 226 KiB, where with
-# another pipeline stage the scans of mma.sync spill.
+# By compute capability, of a CTA's shared memory what its tiles may take: all but 1 KiB; of 10.0 less than its 226,
+# because the scans of mma.sync spill with another pipeline stage.
 SMEM_BYTES = {
     "8.0": 162 * 1024,
     "8.6": 98 * 1024,
