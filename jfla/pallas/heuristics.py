@@ -42,15 +42,12 @@ MIN_SPLIT_CHUNKS = 16
 MAX_TIME_SPLITS = 16
 # Finding where the splits begin takes a scan over each in two forms.
 MIN_TIME_SPLITS = 3
-
 LONG_SEGMENT_CHUNKS = 8  # chunks of the aligned grid for each segment
 
 # Chunks of all sequences in rings: 6 of each of 32 stall KDA's intra-chunk kernel, 12 exceed the second-level cache.
 RING_TILES = 256
 
-# Of two estimates
-CLEARLY_SHORTER = 0.97
-
+CLEARLY_SHORTER = 0.97  # of two estimates
 # Of copies of rows: the tables and copies of packed segments take half as long.
 MIN_COPY_US = 64
 
@@ -252,9 +249,8 @@ def overlap_schedule(
     two kernels, of which none can.
     """
     v_block = scan_v_block(dims, num_sms)
-    if num_sms == 1 or time_splits(dims, num_sms) > 1:
-        return Overlap(v_block, 0)
-    if dims.num_chunks <= num_sms:
+    in_one_wave = dims.num_chunks <= num_sms
+    if num_sms == 1 or in_one_wave or time_splits(dims, num_sms) > 1:
         return Overlap(v_block, 0)
     if not op.scalar_gate and dims.key_dim > 128:
         return Overlap(v_block, 0)
