@@ -21,7 +21,7 @@ INTRA_US = {
     False: IntraTimes(alone=5.6, beside_scan=7.2, with_ring=6.2),
     True: IntraTimes(alone=8.4, beside_scan=10.8, with_ring=7.6),
 }  # by whether the gate is a scalar
-# The least for a chunk of both kernels side by side with a ring, whichever multiprocessors have which.
+# The least for a chunk of both kernels side by side with a ring, however they share the GPU; none was seen for KDA.
 BESIDE_US = {False: 0.0, True: 0.0365}
 # Of a chunk, by the CTA's columns of V: two warpgroups share the tensor cores where there are 128.
 SCAN_US = {False: {64: 1.25, 128: 2.0}, True: {64: 1.25, 128: 1.85}}

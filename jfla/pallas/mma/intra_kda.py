@@ -120,8 +120,9 @@ def store_joined_qk(ctx: IntraKdaCta, tile: Index, out_gmem: JoinedQK) -> None:
     k_columns = joined_k_columns(columns, out_gmem.key_dim)
     decays = ctx.decays
 
-    def store(x: Reg, target: Gmem, place: Index) -> None:
-        store_from_layout(ctx.index.tile(target).at[:, place], x.astype(BF16))
+    def store(x: Reg, target: Gmem, target_columns: Index) -> None:
+        tile_gmem = ctx.index.tile(target).at[:, target_columns]
+        store_from_layout(tile_gmem, x.astype(BF16))
 
     from_start = jnp.exp2(decays.from_start())
     store(ctx.qk.scaled(Q, tile) * from_start, out_gmem.qk_from_start, columns)

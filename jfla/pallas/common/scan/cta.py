@@ -147,14 +147,14 @@ class ScanCta(NamedTuple):
             (gmem.a_qk, smem.a_qk),
             (gmem.a_inv, smem.a_inv),
         ]
-        for source, target, place in qk:
+        for source, target, source_columns in qk:
             if source is None:
                 continue
             start = functools.partial(full.start, target_smem=target.at[stage])
             if self.spec.scalar_gate:
-                chunk.for_rows(source, heads, place, start)
+                chunk.for_rows(source, heads, source_columns, start)
             else:
-                start(chunk.tile(source).at[:, place])
+                start(chunk.tile(source).at[:, source_columns])
         for source, target in tiles:
             if source is not None:
                 full.start(chunk.tile(source), target.at[stage])

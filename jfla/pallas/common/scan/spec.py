@@ -74,11 +74,12 @@ Step = Callable[[Reg, ChunkTiles, Store], Reg]
 
 
 class TmaOperands(NamedTuple):
-    """What is copied of every chunk: arrays in global memory, or their pipeline stages in shared memory."""
+    """What is copied of every chunk: arrays in global memory, or their pipeline stages in shared memory.
 
-    k_from_start: (
-        Gmem | Smem
-    )  # in global memory both of a gate per channel are one array: `JoinedQK`
+    With a gate per channel k_from_start and q_from_start are the same array in global memory: see `JoinedQK`.
+    """
+
+    k_from_start: Gmem | Smem
     decay: Gmem | Smem
     q_from_start: Gmem | Smem
     k_to_end: Gmem | Smem  # None for a scalar gate, whose one k tile serves both

@@ -141,12 +141,12 @@ def start_stores(ctx: IntraKdaWarpgroup, outputs: IntraKdaOutputs) -> None:
     columns = ctx.part.columns(ctx.wg)
     k_columns = joined_k_columns(columns, outputs.k_to_end.shape[-1])
     index = ctx.qk.index
-    for source, target, place in (
+    for source, target, target_columns in (
         (ctx.qk.q, outputs.qk_from_start, columns),
         (ctx.qk.k, outputs.qk_from_start, k_columns),
         (ctx.smem.k_to_end, outputs.k_to_end, columns),
     ):
-        store_tile(source.at[ctx.wg], index.tile(target).at[:, place])
+        store_tile(source.at[ctx.wg], index.tile(target).at[:, target_columns])
     chunk_decay = index.tile(outputs.chunk_decay).at[columns]
     store_tile(ctx.smem.block_decay.at[ctx.wg, ALL_TOKENS], chunk_decay)
 
