@@ -156,7 +156,7 @@ def _forward(
     kept["group_chunks"] = group_chunks
     kept["segments"] = x.segments
     if schedule.overlap_ctas and stretch is None:
-        config = ScanConfig(schedule.overlap_v_block, smem_bytes=schedule.smem_bytes)
+        config = ScanConfig.of(schedule, schedule.overlap_v_block)
 
         def consume(results: IntraResults) -> PendingResults:
             return output_scan_kernel(
@@ -181,7 +181,7 @@ def _forward(
     else:
         with jax.named_scope("jfla_intra"):
             intra_results = run(intra_kernel(x, inputs, options, schedule))
-        config = ScanConfig(schedule.scan_v_block, smem_bytes=schedule.smem_bytes)
+        config = ScanConfig.of(schedule, schedule.scan_v_block)
         initial = x.initial
         qk, pairs = intra_results.qk, intra_results.intra
         splits = schedule.time_splits if stretch is None else schedule.stretch_splits
@@ -259,9 +259,7 @@ def _backward(
     if entered is not None and split_r is not None:
         x = x._replace(initial=to_kernel_state(entered.states[:, 0]))
         if schedule.time_splits == 1:  # else `both_scans` has the maps anyway
-            config = ScanConfig(
-                schedule.backward_v_block, smem_bytes=schedule.smem_bytes
-            )
+            config = ScanConfig.of(schedule, schedule.backward_v_block)
             with jax.named_scope("jfla_split_time"):
                 qk = intra_results.qk
                 d_last = stretch_end(
@@ -300,7 +298,7 @@ def both_scans(
     group_chunks: int | None = None,
 ) -> tuple[ScanResults, Array | None]:
     """The states once more and their cotangents in reverse; and dS^T before the first chunk, if a state was given."""
-    config = ScanConfig(schedule.backward_v_block, smem_bytes=schedule.smem_bytes)
+    config = ScanConfig.of(schedule, schedule.backward_v_block)
     ends = (x.initial, d_last)
     if schedule.time_splits > 1:
         with jax.named_scope("jfla_split_time"):
@@ -340,9 +338,7 @@ class _BySpan:
         self.schedule = schedule
         self.static = static
         self.out_dtype = out_dtype
-        self.config = ScanConfig(
-            schedule.backward_v_block, smem_bytes=schedule.smem_bytes
-        )
+        self.config = ScanConfig.of(schedule, schedule.backward_v_block)
 
     def __call__(
         self,

@@ -47,7 +47,7 @@ LONG_SEGMENT_CHUNKS = 8  # chunks of the aligned grid for each segment
 # Chunks of all sequences in rings: 6 of each of 32 stall KDA's intra-chunk kernel, 12 exceed the second-level cache.
 RING_TILES = 256
 
-CLEARLY_SHORTER = 0.97  # of two estimates
+CLEARLY_SHORTER = 0.97  # of two estimates, the shorter over the longer at most
 # Of copies of rows: the tables and copies of packed segments take half as long.
 MIN_COPY_US = 64
 
@@ -213,7 +213,7 @@ def scan_v_block(dims: Dims, num_sms: int) -> int:
 
 
 def backward_v_block(op: Op, dims: Dims, num_sms: int, bytes_per_us: float) -> int:
-    """As the two scans' waves are shorter; that of one scan, where they are alike, time is split or rows are packed."""
+    """Columns of V whose waves are clearly shorter; else, and of time splits and packed rows, those of one scan."""
     of_one_scan = scan_v_block(dims, num_sms)
     if dims.segments is not None or time_splits(dims, num_sms) > 1:
         return of_one_scan

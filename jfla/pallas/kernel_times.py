@@ -21,13 +21,13 @@ INTRA_US = {
     False: IntraTimes(alone=5.6, beside_scan=7.2, with_ring=6.2),
     True: IntraTimes(alone=8.4, beside_scan=10.8, with_ring=7.6),
 }  # by whether the gate is a scalar
-# The least for a chunk of both kernels side by side with a ring, however they share the GPU; none was seen for KDA.
-BESIDE_US = {False: 0.0, True: 0.0365}
+# Of a chunk, for both kernels side by side with a ring: no division of the GPU took less. None was seen for KDA.
+LEAST_BESIDE_US = {False: 0.0, True: 0.0365}
 # Of a chunk, by the CTA's columns of V: two warpgroups share the tensor cores where there are 128.
 SCAN_US = {False: {64: 1.25, 128: 2.0}, True: {64: 1.25, 128: 1.85}}
 # The same of segments side by side: a multiprocessor's time for a chunk, with its share of the start of a segment.
 SEGMENT_SCAN_US = {64: 1.55, 128: 2.0}
-# Of a chunk of a scan of the backward, which stores states
+# Of a chunk of one of the backward's scans, which store states, by the CTA's columns of V
 BACKWARD_SCAN_US = {64: 1.35, 128: 2.25}
 BACKWARD_COPY_SHARE = 0.88  # of a copy's rate, where these scans fill the GPU
 NEXT_GROUP_US = 10  # until a scan's CTAs are those of the next group
@@ -109,8 +109,8 @@ def beside_us(
 
         t = max(rounds * t_intra + t_scan / rounds, t_scan)
 
-    because the scan ends a round after the last one. Where sequences go in groups, both kernels wait while the scan's
-    CTAs for the next group begin.
+    because the scan ends a round after the last one; with a ring at least `LEAST_BESIDE_US` a chunk. Where sequences go
+    in groups, both kernels wait while the scan's CTAs for the next group begin.
     """
     times = INTRA_US[op.scalar_gate]
     intra_us = times.with_ring if ring else times.beside_scan
@@ -118,7 +118,7 @@ def beside_us(
     rounds = -(-dims.num_chunks // (num_ctas * wgs))
     longest = max(rounds * intra_us + scan_us / rounds, scan_us)
     if ring:
-        longest = max(longest, BESIDE_US[op.scalar_gate] * dims.num_chunks)
+        longest = max(longest, LEAST_BESIDE_US[op.scalar_gate] * dims.num_chunks)
     return longest + (num_groups - 1) * NEXT_GROUP_US
 
 

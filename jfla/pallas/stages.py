@@ -43,7 +43,7 @@ def output_scan(
     plan = _plan(inputs, options, plan)
     with tracing_for(plan.machine):
         x = kernel_arrays(inputs, options)
-        config = ScanConfig(plan.scan_v_block, smem_bytes=plan.smem_bytes)
+        config = ScanConfig.of(plan, plan.scan_v_block)
         scanned = run(
             output_scan_kernel(qk, pairs, x.v, x.initial, config, final_dtype=F32)
         )

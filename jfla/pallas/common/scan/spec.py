@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from jfla.pallas.common.chunk_index import TILE_V, TimeSpan
 from jfla.pallas.common.packed_rows import Rows, SegmentTable
 from jfla.pallas.common.token_decay import TokenDecay, decay_smem
-from jfla.pallas.heuristics import HOPPER_SMEM_BYTES
+from jfla.pallas.heuristics import HOPPER_SMEM_BYTES, Schedule
 from jfla.pallas.machine import on_hopper
 from jfla.pallas.mgpu.registers import RegisterLimits
 from jfla.pallas.mgpu.smem import F32, num_bytes, tile_smem
@@ -36,6 +36,11 @@ class ScanConfig(NamedTuple):
     v_block: int = 128
     stages: int = 3
     smem_bytes: int = HOPPER_SMEM_BYTES
+
+    @classmethod
+    def of(cls, schedule: Schedule, v_block: int) -> "ScanConfig":
+        """With the shared memory of the schedule's machine."""
+        return cls(v_block, smem_bytes=schedule.smem_bytes)
 
     @property
     def num_consumer_wgs(self) -> int:
