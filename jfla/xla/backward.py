@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jfla import affine
 from jfla._inputs.chunking import ChunkInputs
 from jfla.stages import DecayedQK
+from jfla.xla.chain import Maps, chain_by_pairs
 from jfla.xla.decay_sums import (
     decay_from_start,
     decay_sums,
@@ -32,8 +32,8 @@ from jfla.xla.forward import (
     States,
     Values,
     by_pairs,
-    chunk_map,
     decayed_qk,
+    erased_by_chunks,
     over_chunks,
     read_state,
     state_scan,
@@ -59,10 +59,10 @@ def dstate_scan(
     """In reverse, by pairs of chunks or one chunk after another. Needs no forward state."""
     dv_local = pairs.a_qk.mT @ do
     if by_pairs(x):
-        r = chunk_map(x, qk, pairs)
         dv = x.beta[..., None] * (pairs.inverse.mT @ dv_local)
-        c = qk.q_from_start.mT @ do - qk.k_from_start.mT @ dv
-        dstates, start = affine.chain_by_pairs(d_final[:, 0], r, c, reverse=True)
+        sent = qk.q_from_start.mT @ do - qk.k_from_start.mT @ dv
+        maps = Maps(qk.chunk_decay, erased_by_chunks(x, qk, pairs), sent)
+        dstates, start = chain_by_pairs(d_final[:, 0], maps, adjoint=True)
         y = pairs.inverse.mT @ (dv_local + qk.k_to_end @ dstates)
         return DstatesAndValues(dstates, y, start[:, None])
 

@@ -16,11 +16,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jfla import affine
 from jfla._inputs.chunking import ChunkInputs
 from jfla.packing import read_slot, write_slot
 from jfla.parallel.varying import vary_with
 from jfla.stages import DecayedQK
+from jfla.xla.chain import Maps, chain_by_pairs
 from jfla.xla.decay_sums import decay_from_start, decay_sums, decay_to_end
 from jfla.xla.decayed_dot import decayed_dot
 from jfla.xla.triangular import unit_lower_inverse
@@ -75,9 +75,9 @@ def state_scan(
 ) -> StatesAndValues:
     """From the states at the start of time: by pairs of chunks, or one chunk after another."""
     if by_pairs(x):
-        r = chunk_map(x, qk, pairs)
-        c = qk.k_to_end.mT @ (pairs.inverse @ (x.beta[..., None] * x.v))
-        states, end = affine.chain_by_pairs(initial[:, 0], r, c)
+        written = qk.k_to_end.mT @ (pairs.inverse @ (x.beta[..., None] * x.v))
+        maps = Maps(qk.chunk_decay, erased_by_chunks(x, qk, pairs), written)
+        states, end = chain_by_pairs(initial[:, 0], maps)
         error = x.v - qk.k_from_start @ states
         v_new = pairs.inverse @ (x.beta[..., None] * error)
         return StatesAndValues(states, error, v_new, end[:, None])
@@ -106,14 +106,11 @@ def by_pairs(x: ChunkInputs) -> bool:
     return x.slot is None and x.v.shape[0] > 1
 
 
-def chunk_map(
+def erased_by_chunks(
     x: ChunkInputs, qk: DecayedQK, pairs: Pairs
 ) -> Float[Array, "N B HV K K"]:
-    """R of every chunk: diag(chunk_decay) - k_to_end^T X diag(beta) k_from_start (docs/math.md, equation 9)."""
-    erased = qk.k_to_end.mT @ (pairs.inverse @ (x.beta[..., None] * qk.k_from_start))
-    identity = jnp.eye(erased.shape[-1], dtype=erased.dtype)
-    identity = identity.reshape((1,) * (erased.ndim - 2) + identity.shape)
-    return qk.chunk_decay[..., None] * identity - erased
+    """k_to_end^T X diag(beta) k_from_start, and R is diag(chunk_decay) without it (docs/math.md, equation 9)."""
+    return qk.k_to_end.mT @ (pairs.inverse @ (x.beta[..., None] * qk.k_from_start))
 
 
 def state_map(

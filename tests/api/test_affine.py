@@ -45,27 +45,6 @@ def test_chain_is_the_maps_one_after_the_other(maps, given, reverse):
         np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("num_spans", [1, 2, 3, 6, 7, 13])
-def test_a_chain_by_pairs_is_the_chain(num_spans, reverse):
-    rng = np.random.default_rng(2)
-    r = rng.standard_normal((num_spans, BATCH, HEADS, K, K)) / K**0.5
-    c = rng.standard_normal((num_spans, BATCH, HEADS, K, V))
-    first = rng.standard_normal((BATCH, HEADS, K, V))
-    with jax.enable_x64(True):
-        # In reverse cotangents go through the transposed maps, which the chain is given as such.
-        applied = np.swapaxes(r, -1, -2) if reverse else r
-        spans = [jnp.asarray(np.moveaxis(x, 0, 2)) for x in (applied, c)]
-        want = affine.chain(jnp.asarray(first), *spans, reverse=reverse)
-        behind = affine.through(jnp.asarray(first), *spans, reverse=reverse)
-        maps = [jnp.asarray(x) for x in (first, r, c)]
-        got, end = affine.chain_by_pairs(*maps, reverse=reverse)
-        np.testing.assert_allclose(
-            got, jnp.moveaxis(want, 2, 0), rtol=1e-12, atol=1e-12
-        )
-        np.testing.assert_allclose(end, behind, rtol=1e-12, atol=1e-12)
-
-
 def draw(op):
     """q, k, v, g, beta of three spans, in float64."""
     rng = np.random.default_rng(1)
