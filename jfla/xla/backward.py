@@ -208,6 +208,8 @@ def backward(
         return dstate, chunk_grads(x, scalar_gate, states, dstates, error, v_new, do, y)
 
     _, scanned = over_chunks(forward_again, initial, (x, pairs), chunk_at_a_time)
+    # Behind a barrier: XLA would compose the maps of both directions at once, and keep all of them.
+    do, scanned = lax.optimization_barrier((do, scanned))
     xs = (x, pairs, do, scanned)
     d_initial, grads = over_chunks(reverse, d_final, xs, chunk_at_a_time, reverse=True)
     return ChunkInputs(*grads, slot=None), d_initial
