@@ -4,6 +4,12 @@ A block of 4s tokens has three boundaries between its quarters, for s = 16, 4 an
 of them: in the smallest block that has both, the boundary before the quarter of i. A decay between the two is that from
 j to the boundary times that from there to i.
 
+    rows of    columns of quarter 0 1 2 3
+    quarter 0                     .
+            1                     1 .          1, 2, 3: meet at that boundary of the block
+            2                     2 2 .        .: meet in a smaller block, of this quarter alone
+            3                     3 3 3 .
+
 All blocks of one size go together: at the n-th of their boundaries meet the rows of their quarters n and the columns of
 their n quarters before it. A row and a column of different blocks meet elsewhere.
 """
