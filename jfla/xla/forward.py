@@ -109,7 +109,7 @@ def by_pairs(x: ChunkInputs) -> bool:
 def erased_by_chunks(
     x: ChunkInputs, qk: DecayedQK, pairs: Pairs
 ) -> Float[Array, "N B HV K K"]:
-    """k_to_end^T X diag(beta) k_from_start, and R is diag(chunk_decay) without it (docs/math.md, equation 9)."""
+    """k_to_end^T X diag(beta) k_from_start: R = diag(chunk_decay) minus this (docs/math.md, equation 9)."""
     return qk.k_to_end.mT @ (pairs.inverse @ (x.beta[..., None] * qk.k_from_start))
 
 

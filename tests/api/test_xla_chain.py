@@ -1,4 +1,4 @@
-"""Maps of spans of time composed by pairs: the chain of them, and the digits of decays near 1 and of long products."""
+"""Maps of spans of time composed by pairs: against one after the other, and with matmuls that round decays near 1."""
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +43,7 @@ def test_a_chain_by_pairs_is_the_chain(num_spans, adjoint, scalar_gate):
 
 @pytest.mark.parametrize("adjoint", [False, True])
 def test_a_decay_near_1_keeps_its_digits_where_products_round(adjoint, monkeypatch):
-    """Of a state some 5 % is left of what a span erases, and a third behind 1000 spans. 0.999 is 1 in bfloat16."""
+    """Every span erases most of one channel. The others decay to a third; 0.999 in bfloat16 would leave them whole."""
     num_spans = 1000
     exact = jnp.matmul
     rounded = lambda x: x.astype(jnp.bfloat16).astype(x.dtype)
