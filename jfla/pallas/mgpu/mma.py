@@ -21,6 +21,9 @@ from jfla.pallas.mgpu.types import Reg, Smem
 
 # Operand of a matmul: Reg or Smem on the left, Smem on the right, both of 16 bits.
 Operand = Any
+Products = list[
+    tuple[Operand, Smem]
+]  # of matmuls, in the order in which they are issued
 
 
 def load(ref: Smem) -> Reg:
@@ -62,19 +65,16 @@ def dots(*sums: tuple[Any, ...]) -> list[Reg]:
 
     def issue(refs: list[Any]) -> None:
         for ref, (_, *products) in zip(refs, sums):
-            for a, b in products:
-                plgpu.wgmma(ref, a, b)
+            _issue(ref, products)
 
     accumulator: Any = plgpu.WGMMAAccumulatorRef
     results = pl.run_state(issue)([accumulator.init(acc) for acc, *_ in sums])
-    return _pin_results(results)
+    return [pin(x) for x in results]  # see `_read`
 
 
-def dots_while(
-    work: Callable[[], Any], *sums: list[tuple[Operand, Smem]]
-) -> tuple[list[Reg], Any]:
+def dots_while(work: Callable[[], Any], *sums: Products) -> tuple[list[Reg], Any]:
     """Every sum of a @ b, from zero; and what `work` returns, computed while the tensor cores are busy."""
-    shapes = [(products[0][0].shape[0], products[0][1].shape[1]) for products in sums]
+    shapes = [_sum_shape(products) for products in sums]
     if interpreting() or not on_hopper():
         return dots(
             *[(zeros(*shape), *products) for shape, products in zip(shapes, sums)]
@@ -82,13 +82,46 @@ def dots_while(
 
     def body(*accumulators: Any) -> tuple[list[Reg], Any]:
         for accumulator, products in zip(accumulators, sums):
-            for a, b in products:
-                plgpu.wgmma(accumulator, a, b)
+            _issue(accumulator, products)
         done = work()
-        return _pin_results([accumulator[...] for accumulator in accumulators]), done
+        return [_read(accumulator, 0) for accumulator in accumulators], done
 
-    accumulator: Any = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
-    return pl.run_scoped(body, *[accumulator(shape, F32) for shape in shapes])
+    return pl.run_scoped(body, *[_accumulator(shape) for shape in shapes])
+
+
+def dots_in_turn(
+    sums: Sequence[Products],
+    more: Callable[[Reg], Products],
+    work: Callable[..., Any],
+    shape: tuple[int, int],
+) -> tuple[Reg, Any]:
+    """The last of `sums` and `more` products, made of the first sum; and what `work` makes of the sums between.
+
+    A sum is one of a @ b from zero. Only the first is waited for before `more` are issued, and those between before
+    `work`, which computes while the tensor cores are busy with the last. Its `shape` is given: it may begin empty.
+    """
+    if interpreting() or not on_hopper():
+        *before, begun = sums
+        first, *between = [dot(zeros(*_sum_shape(x)), *x) for x in before]
+        return dot(zeros(*shape), *more(first), *begun), work(*between)
+
+    def body(*accumulators: Any) -> tuple[Reg, Any]:
+        first, *between, last = accumulators
+        for accumulator, products in zip(accumulators, sums):
+            _issue(accumulator, products)
+        pending = sum(len(products) for products in sums[1:])
+        added = more(_read(first, pending))
+        _issue(last, added)
+        pending += len(added)
+        done: list[Reg] = []
+        for accumulator, products in zip(between, sums[1:-1]):
+            pending -= len(products)
+            done.append(_read(accumulator, pending))
+        result = work(*done)
+        return _read(last, 0), result
+
+    shapes = [*(_sum_shape(products) for products in sums[:-1]), shape]
+    return pl.run_scoped(body, *[_accumulator(shape) for shape in shapes])
 
 
 def short_dot(acc: Reg, *products: tuple[Operand, Smem], first_column: int = 0) -> Reg:
@@ -114,9 +147,24 @@ def _product(a: Operand, b: Smem) -> Reg:
     return jnp.dot(a[...].astype(F32), b[...].astype(F32), precision="highest")
 
 
-def _pin_results(results: list[Reg]) -> list[Reg]:
-    """Keeps LLVM from moving a use of a result before the wait for its wgmma.
+def _sum_shape(products: Products) -> tuple[int, int]:
+    a, b = products[0]
+    return a.shape[0], b.shape[1]
 
-    ptxas would see such a use, and would then serialise every wgmma of the kernel.
+
+def _accumulator(shape: tuple[int, int]) -> Any:
+    accumulator: Any = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
+    return accumulator(shape, F32)
+
+
+def _issue(accumulator: Any, products: Products) -> None:
+    for a, b in products:
+        plgpu.wgmma(accumulator, a, b)
+
+
+def _read(accumulator: Any, pending: int) -> Reg:
+    """A sum, when no more than `pending` products are in flight, which were issued behind its own.
+
+    Pinned: LLVM would move a use of it before the wait, and ptxas, seeing that, serialise every wgmma of the kernel.
     """
-    return [pin(x) for x in results]
+    return pin(plgpu.wgmma_accumulator_load(accumulator, wait_n=pending))

@@ -13,11 +13,12 @@ Everything is transposed, [V, C] and [V, K]: see spec.py.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 from jax.typing import DTypeLike
 
-from jfla.pallas.common.chunk_index import TimeSpan
+from jfla.pallas.common.chunk_index import TILE_V, TimeSpan
 from jfla.pallas.common.packed_rows import Rows, SegmentTable, rows_like
 from jfla.pallas.common.scan.pipeline import scan_kernel
 from jfla.pallas.common.scan.spec import (
@@ -29,7 +30,7 @@ from jfla.pallas.common.scan.spec import (
 )
 from jfla.pallas.common.token_decay import times
 from jfla.pallas.mgpu.copies import commit_smem, write
-from jfla.pallas.mgpu.mma import dots, dots_while, load, zeros
+from jfla.pallas.mgpu.mma import dots, dots_in_turn, dots_while, load
 from jfla.pallas.mgpu.overlap import PendingResults, run
 from jfla.pallas.mgpu.smem import F32, transposed
 from jfla.pallas.mgpu.types import Gmem, Reg, Smem
@@ -44,6 +45,8 @@ from jfla.stages import (
 from jfla.types import CHUNK
 
 # Steps, in registers.
+
+Products = list[tuple[Reg | Smem, Smem]]
 
 
 def _state_operand(
@@ -63,23 +66,39 @@ def _state_operand(
     return tiles.state, lambda: None
 
 
-def _values_and_factor(tiles: ChunkTiles) -> tuple[Reg, Reg | None]:
-    """v^T float32, and the factor of k_from_start."""
-    values = load(transposed(tiles.values)).astype(F32)
-    return values, tiles.decay.factor(K_FROM_START)
+def _v_new(
+    tiles: ChunkTiles,
+    predictions: list[Products],
+    work: Callable[..., Any],
+    with_values: bool = True,
+) -> tuple[Reg, Any]:
+    """v_new^T = (v - k_from_start S)^T a_inv^T, or the same without v; and what `work` makes of the other predictions.
+
+    `predictions` are products with the state. The first is (k_from_start S)^T, without the factor of its tokens.
+
+    v and what S predicts of it stay apart: v keeps all of its digits, and a prediction that is small beside v is
+    rounded by its own size. Of their difference in 16 bits nothing would be left of a prediction below half of v's
+    last digit, in every chunk alike, and what is erased slowly would stay for ever.
+    """
+    a_inv = transposed(tiles.a_inv)
+    written: Products = [(transposed(tiles.values), a_inv)] if with_values else []
+    few_registers = tiles.state is not None
+
+    def erased(predicted_v: Reg) -> Products:
+        k_factor = tiles.decay.factor(K_FROM_START)
+        predicted = times(-predicted_v, k_factor).astype(tiles.dtype)
+        return [(predicted, a_inv), *(written if few_registers else [])]
+
+    # An accumulator that is in use from the start has no registers with K = 256.
+    begun = [] if few_registers else written
+    return dots_in_turn([*predictions, begun], erased, work, (TILE_V, CHUNK))
 
 
 def _output_step(state: Reg, tiles: ChunkTiles, store: Store) -> Reg:
     """One chunk: stores the output, returns the next state."""
     operand, _ = _state_operand(state, tiles)
-    (predicted_v, read), (values, k_factor) = dots_while(
-        lambda: _values_and_factor(tiles),
-        [(operand, transposed(tiles.k_from_start))],
-        [(operand, transposed(tiles.q_from_start))],
-    )
-    error = (values - times(predicted_v, k_factor)).astype(tiles.dtype)
 
-    def decay() -> tuple[Reg, Reg, Reg | None]:
+    def decay(read: Reg) -> tuple[Reg, Reg, Reg | None]:
         decayed = tiles.decay.decay_state(state)
         return (
             decayed,
@@ -87,9 +106,11 @@ def _output_step(state: Reg, tiles: ChunkTiles, store: Store) -> Reg:
             tiles.decay.factor(K_TO_END),
         )
 
-    (v_new,), (decayed, read, k_factor) = dots_while(
-        decay, [(error, transposed(tiles.a_inv))]
-    )
+    predictions = [
+        [(operand, transposed(tiles.k_from_start))],
+        [(operand, transposed(tiles.q_from_start))],
+    ]
+    v_new, (decayed, read, k_factor) = _v_new(tiles, predictions, decay)
     state, output = dots(
         (decayed, (times(v_new, k_factor).astype(tiles.dtype), tiles.k_to_end)),
         (read, (v_new.astype(tiles.dtype), transposed(tiles.a_qk))),
@@ -110,19 +131,12 @@ def forward_step(
     """
     operand, store_state = _state_operand(state, tiles, store)
 
-    def meanwhile() -> tuple[Reg, Reg | None]:
+    def decay() -> tuple[Reg, Reg | None]:
         store_state()
-        values, k_factor = _values_and_factor(tiles)
-        return (values if with_values else zeros(*values.shape)), k_factor
+        return tiles.decay.decay_state(state), tiles.decay.factor(K_TO_END)
 
-    (predicted_v,), (values, k_factor) = dots_while(
-        meanwhile, [(operand, transposed(tiles.k_from_start))]
-    )
-    error = (values - times(predicted_v, k_factor)).astype(tiles.dtype)
-    (v_new,), (decayed, k_factor) = dots_while(
-        lambda: (tiles.decay.decay_state(state), tiles.decay.factor(K_TO_END)),
-        [(error, transposed(tiles.a_inv))],
-    )
+    predictions = [[(operand, transposed(tiles.k_from_start))]]
+    v_new, (decayed, k_factor) = _v_new(tiles, predictions, decay, with_values)
     if store is not None:
         store(1, v_new)
     return dots(
