@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfla.pallas.common.chunk_index import TILE_V
-from jfla.pallas.common.packed_rows import RESULTS, SegmentTable
+from jfla.pallas.common.packed_rows import RESULTS, SegmentTable, places_of
 from jfla.pallas.common.scan.cta import ScanCta, StepRange
 from jfla.pallas.common.scan.spec import ChunkTiles, is_state
 from jfla.pallas.common.token_decay import TokenDecay
@@ -314,4 +314,7 @@ class ScanConsumer(ScanCta):
             a_inv=at_stage(chunks.a_inv),
             values=chunks.values.at[stage, wg],
             state=None if self.smem.state is None else self.smem.state.at[wg],
+            # Places of packed rows are read ahead, and kept.
+            few_registers=self.few_registers
+            or places_of(self.gmem.chunks.values) is not None,
         )

@@ -67,6 +67,7 @@ class ChunkTiles(NamedTuple):
     values: Smem  # [C, 64]: this warpgroup's columns of v or do
     # [64, K]: the left operand where registers are too few for it, else None
     state: Smem
+    few_registers: bool  # too few for an accumulator that is in use over the whole step
 
     @property
     def dtype(self) -> DTypeLike:

@@ -30,7 +30,7 @@ from jfla.pallas.common.scan.spec import (
 )
 from jfla.pallas.common.token_decay import times
 from jfla.pallas.mgpu.copies import commit_smem, write
-from jfla.pallas.mgpu.mma import dots, dots_in_turn, dots_while, load
+from jfla.pallas.mgpu.mma import Products, dots, dots_in_turn, dots_while, load
 from jfla.pallas.mgpu.overlap import PendingResults, run
 from jfla.pallas.mgpu.smem import F32, transposed
 from jfla.pallas.mgpu.types import Gmem, Reg, Smem
@@ -45,8 +45,6 @@ from jfla.stages import (
 from jfla.types import CHUNK
 
 # Steps, in registers.
-
-Products = list[tuple[Reg | Smem, Smem]]
 
 
 def _state_operand(
@@ -82,15 +80,13 @@ def _v_new(
     """
     a_inv = transposed(tiles.a_inv)
     written: Products = [(transposed(tiles.values), a_inv)] if with_values else []
-    few_registers = tiles.state is not None
 
     def erased(predicted_v: Reg) -> Products:
         k_factor = tiles.decay.factor(K_FROM_START)
         predicted = times(-predicted_v, k_factor).astype(tiles.dtype)
-        return [(predicted, a_inv), *(written if few_registers else [])]
+        return [(predicted, a_inv), *(written if tiles.few_registers else [])]
 
-    # An accumulator that is in use from the start has no registers with K = 256.
-    begun = [] if few_registers else written
+    begun = [] if tiles.few_registers else written
     return dots_in_turn([*predictions, begun], erased, work, (TILE_V, CHUNK))
 
 
