@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 import jfla
+from jfla.types import CHUNK
 
-CHUNK, DIM = 64, 64
+DIM = 64
 
 
 def kernels_of(machine: str) -> contextlib.AbstractContextManager[None]:

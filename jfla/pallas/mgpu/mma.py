@@ -21,9 +21,8 @@ from jfla.pallas.mgpu.types import Reg, Smem
 
 # Operand of a matmul: Reg or Smem on the left, Smem on the right, both of 16 bits.
 Operand = Any
-Products = list[
-    tuple[Operand, Smem]
-]  # of matmuls, in the order in which they are issued
+# Left and right operands of matmuls, in the order in which they are issued.
+Products = list[tuple[Operand, Smem]]
 
 
 def load(ref: Smem) -> Reg:
@@ -165,6 +164,8 @@ def _issue(accumulator: Any, products: Products) -> None:
 def _read(accumulator: Any, pending: int) -> Reg:
     """A sum, when no more than `pending` products are in flight, which were issued behind its own.
 
+    Every `plgpu.wgmma` commits a group of its own, and groups end in order: so `pending` counts products. With one too
+    many in flight the sum would be read before the tensor cores have written it.
     Pinned: LLVM would move a use of it before the wait, and ptxas, seeing that, serialise every wgmma of the kernel.
     """
     return pin(plgpu.wgmma_accumulator_load(accumulator, wait_n=pending))
