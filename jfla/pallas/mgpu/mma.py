@@ -1,7 +1,7 @@
 """Matmuls on the tensor cores with value semantics: they take and return registers, and are jnp.dot interpreted.
 
 A wgmma is asynchronous: several are issued, then waited for together, and a warpgroup can compute meanwhile
-(`dots_while`). Where the machine has none they are mma.sync, one after the other.
+(`MatmulQueue`). Where the machine has none they are mma.sync, one after the other.
 """
 
 from collections.abc import Callable, Sequence
@@ -50,77 +50,77 @@ def dot(acc: Reg, *products: tuple[Operand, Smem]) -> Reg:
 
 
 def dots(*sums: tuple[Any, ...]) -> list[Reg]:
-    """`dot(acc, *products)` of several (acc, *products) that do not depend on each other, waited for together.
+    """`dot(acc, *products)` of several (acc, *products) that do not depend on each other, waited for together."""
 
-    Interpret mode simulates no wgmma with an operand in registers, so there they are plain dots.
+    def issue(*results: Sum) -> None:
+        for result, (_, *products) in zip(results, sums):
+            result.add(*products)
+
+    return MatmulQueue().accumulate(issue, *[acc for acc, *_ in sums])
+
+
+class Sum:
+    """acc + sum of a @ b: `add` issues products, `read` waits for them.
+
+    Where there is no wgmma, `add` computes them. Interpret mode simulates none with an operand in registers, so there
+    they are plain dots.
     """
-    if interpreting():
-        return [
-            sum((_product(a, b) for a, b in products), start=acc)
-            for acc, *products in sums
-        ]
-    if not on_hopper():
-        return [_dot_sync(acc, products) for acc, *products in sums]
 
-    def issue(refs: list[Any]) -> None:
-        for ref, (_, *products) in zip(refs, sums):
-            _issue(ref, products)
+    def __init__(self, acc: Any, queue: "MatmulQueue"):
+        self._acc: Any = acc  # a reference to an accumulator, or the value itself
+        self._queue = queue
+        self._last = 0  # number of its last product in the queue
 
-    accumulator: Any = plgpu.WGMMAAccumulatorRef
-    results = pl.run_state(issue)([accumulator.init(acc) for acc, *_ in sums])
-    return [pin(x) for x in results]  # see `_read`
+    def add(self, *products: tuple[Operand, Smem]) -> None:
+        """Issues a @ b of each."""
+        for a, b in products:
+            if interpreting():
+                self._acc = self._acc + _product(a, b)
+            elif on_hopper():
+                plgpu.wgmma(self._acc, a, b)
+            else:
+                self._acc = pin(mma_sync(self._acc, a, b))
+        self._queue.issued += len(products)
+        self._last = self._queue.issued
 
+    def read(self) -> Reg:
+        """Waits for this sum, and for none of what was issued behind it.
 
-def dots_while(work: Callable[[], Any], *sums: Products) -> tuple[list[Reg], Any]:
-    """Every sum of a @ b, from zero; and what `work` returns, computed while the tensor cores are busy."""
-    shapes = [_sum_shape(products) for products in sums]
-    if interpreting() or not on_hopper():
-        return dots(
-            *[(zeros(*shape), *products) for shape, products in zip(shapes, sums)]
-        ), work()
-
-    def body(*accumulators: Any) -> tuple[list[Reg], Any]:
-        for accumulator, products in zip(accumulators, sums):
-            _issue(accumulator, products)
-        done = work()
-        return [_read(accumulator, 0) for accumulator in accumulators], done
-
-    return pl.run_scoped(body, *[_accumulator(shape) for shape in shapes])
+        Every `plgpu.wgmma` commits a group of its own, and groups end in order: so those that may be in flight are
+        counted as products. With one too many the sum would be read before the tensor cores have written it.
+        Pinned: LLVM would move a use of it before the wait, and ptxas, seeing that, serialise all of a kernel's wgmmas.
+        """
+        if not _asynchronous():
+            return self._acc
+        pending = self._queue.issued - self._last
+        return pin(plgpu.wgmma_accumulator_load(self._acc, wait_n=pending))
 
 
-def dots_in_turn(
-    sums: Sequence[Products],
-    more: Callable[[Reg], Products],
-    work: Callable[..., Any],
-    shape: tuple[int, int],
-) -> tuple[Reg, Any]:
-    """The last of `sums` and `more` products, made of the first sum; and what `work` makes of the sums between.
+class MatmulQueue:
+    """Matmuls in flight, in the order in which they were issued and end: a warpgroup computes meanwhile."""
 
-    A sum is one of a @ b from zero. Only the first is waited for before `more` are issued, and those between before
-    `work`, which computes while the tensor cores are busy with the last. Its `shape` is given: it may begin empty.
-    """
-    if interpreting() or not on_hopper():
-        *before, begun = sums
-        first, *between = [dot(zeros(*_sum_shape(x)), *x) for x in before]
-        return dot(zeros(*shape), *more(first), *begun), work(*between)
+    def __init__(self):
+        self.issued = 0  # products so far
 
-    def body(*accumulators: Any) -> tuple[Reg, Any]:
-        first, *between, last = accumulators
-        for accumulator, products in zip(accumulators, sums):
-            _issue(accumulator, products)
-        pending = sum(len(products) for products in sums[1:])
-        added = more(_read(first, pending))
-        _issue(last, added)
-        pending += len(added)
-        done: list[Reg] = []
-        for accumulator, products in zip(between, sums[1:-1]):
-            pending -= len(products)
-            done.append(_read(accumulator, pending))
-        result = work(*done)
-        return _read(last, 0), result
+    def from_zero[T](self, body: Callable[..., T], *shapes: tuple[int, int]) -> T:
+        """`body(*sums)` with a `Sum` of each shape."""
+        if not _asynchronous():
+            return body(*[Sum(zeros(*shape), self) for shape in shapes])
+        accumulator: Any = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
+        refs = [accumulator(shape, F32) for shape in shapes]
+        return pl.run_scoped(lambda *refs: body(*[Sum(x, self) for x in refs]), *refs)
 
-    shapes = [*(_sum_shape(products) for products in sums[:-1]), shape]
-    return pl.run_scoped(body, *[_accumulator(shape) for shape in shapes])
+    def accumulate(self, body: Callable[..., None], *accs: Reg) -> list[Reg]:
+        """The sums from each of `accs` on, to which `body(*sums)` has added; waits for all that is in flight."""
+        if not _asynchronous():
+            sums = [Sum(acc, self) for acc in accs]
+            body(*sums)
+            return [x.read() for x in sums]
+        init: Any = plgpu.WGMMAAccumulatorRef.init
+        results = pl.run_state(lambda refs: body(*[Sum(x, self) for x in refs]))(
+            [init(acc) for acc in accs]
+        )
+        return [pin(x) for x in results]  # see `Sum.read`
 
 
 def short_dot(acc: Reg, *products: tuple[Operand, Smem], first_column: int = 0) -> Reg:
@@ -146,26 +146,5 @@ def _product(a: Operand, b: Smem) -> Reg:
     return jnp.dot(a[...].astype(F32), b[...].astype(F32), precision="highest")
 
 
-def _sum_shape(products: Products) -> tuple[int, int]:
-    a, b = products[0]
-    return a.shape[0], b.shape[1]
-
-
-def _accumulator(shape: tuple[int, int]) -> Any:
-    accumulator: Any = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
-    return accumulator(shape, F32)
-
-
-def _issue(accumulator: Any, products: Products) -> None:
-    for a, b in products:
-        plgpu.wgmma(accumulator, a, b)
-
-
-def _read(accumulator: Any, pending: int) -> Reg:
-    """A sum, when no more than `pending` products are in flight, which were issued behind its own.
-
-    Every `plgpu.wgmma` commits a group of its own, and groups end in order: so `pending` counts products. With one too
-    many in flight the sum would be read before the tensor cores have written it.
-    Pinned: LLVM would move a use of it before the wait, and ptxas, seeing that, serialise every wgmma of the kernel.
-    """
-    return pin(plgpu.wgmma_accumulator_load(accumulator, wait_n=pending))
+def _asynchronous() -> bool:
+    return on_hopper() and not interpreting()

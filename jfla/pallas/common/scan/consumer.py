@@ -81,7 +81,7 @@ class ScanConsumer(ScanCta):
                 self.store_checkpoint(i, state, wg + zero)
             if self.gmem.added is not None:
                 state = self.with_added(i, state, wg + zero)
-            return self.consume_chunk(i, state, wg + zero, zero)
+            return self.moved(zero).consume_chunk(i, state, wg + zero, zero)
 
         if self.stores_groups:
             state = self.scan_groups(step, state, wg)
@@ -93,6 +93,12 @@ class ScanConsumer(ScanCta):
     def addressed_anew(self, wg: Index) -> Index:
         """The same number, from which LLVM computes addresses anew for each segment, instead of keeping them."""
         return wg if self.gmem.segments is None else wg + opaque_zero()
+
+    def moved(self, zero: Index) -> "ScanConsumer":
+        """The same CTA; of an opaque zero LLVM computes its addresses anew for each chunk."""
+        index = self.index
+        moved = index._replace(head=index.head + zero, batch=index.batch + zero)
+        return self._replace(index=moved)
 
     def first_state(self, wg: Index) -> Reg:
         """The state that the scan begins from."""

@@ -93,8 +93,11 @@ class ScanCta(NamedTuple):
 
     @property
     def few_registers(self) -> bool:
-        """Whether the state takes all of them, and its left operand lies in shared memory."""
-        return self.smem.state is not None
+        """Whether none is left to keep an address from chunk to chunk.
+
+        With K = 256 the state takes them; without a producer this warpgroup has the addresses of the copies, too.
+        """
+        return self.smem.state is not None or not self.config.has_producer
 
     def read_ahead(self, chunk: ChunkIndex, column: int) -> Index | None:
         """`chunk.read_place`, where a register is left to keep it until it is used; else None."""

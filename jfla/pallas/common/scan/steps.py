@@ -13,7 +13,6 @@ Everything is transposed, [V, C] and [V, K]: see spec.py.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 from jax.typing import DTypeLike
@@ -30,7 +29,7 @@ from jfla.pallas.common.scan.spec import (
 )
 from jfla.pallas.common.token_decay import times
 from jfla.pallas.mgpu.copies import commit_smem, write
-from jfla.pallas.mgpu.mma import Products, dots, dots_in_turn, dots_while, load
+from jfla.pallas.mgpu.mma import MatmulQueue, Products, Sum, load
 from jfla.pallas.mgpu.overlap import PendingResults, run
 from jfla.pallas.mgpu.smem import F32, transposed
 from jfla.pallas.mgpu.types import Gmem, Reg, Smem
@@ -45,6 +44,8 @@ from jfla.stages import (
 from jfla.types import CHUNK
 
 # Steps, in registers.
+
+VALUES = (TILE_V, CHUNK)  # the shape of v^T, of what is made of it, and of the output
 
 
 def _state_operand(
@@ -64,15 +65,12 @@ def _state_operand(
     return tiles.state, lambda: None
 
 
-def _v_new(
-    tiles: ChunkTiles,
-    predictions: list[Products],
-    work: Callable[..., Any],
-    with_values: bool = True,
-) -> tuple[Reg, Any]:
-    """v_new^T = (v - k_from_start S)^T a_inv^T, or the same without v; and what `work` makes of the other predictions.
+def _add_v_new(
+    v_new: Sum, prediction: Sum, tiles: ChunkTiles, with_values: bool = True
+) -> None:
+    """Adds to v_new^T = (v - k_from_start S)^T a_inv^T, or the same without v, from (k_from_start S)^T.
 
-    `predictions` are products with the state. The first is (k_from_start S)^T, without the factor of its tokens.
+    `prediction` is without the factor of its tokens.
 
     v and what S predicts of it stay apart: v keeps all of its digits, and a prediction that is small beside v is
     rounded by its own size. Of their difference in 16 bits nothing would be left of a prediction below half of v's
@@ -80,39 +78,37 @@ def _v_new(
     """
     a_inv = transposed(tiles.a_inv)
     written: Products = [(transposed(tiles.values), a_inv)] if with_values else []
-
-    def erased(predicted_v: Reg) -> Products:
-        k_factor = tiles.decay.factor(K_FROM_START)
-        predicted = times(-predicted_v, k_factor).astype(tiles.dtype)
-        return [(predicted, a_inv), *(written if tiles.few_registers else [])]
-
-    begun = [] if tiles.few_registers else written
-    return dots_in_turn([*predictions, begun], erased, work, (TILE_V, CHUNK))
+    if not tiles.few_registers:
+        v_new.add(*written)
+    predicted = times(-prediction.read(), tiles.decay.factor(K_FROM_START))
+    v_new.add((predicted.astype(tiles.dtype), a_inv))
+    if tiles.few_registers:
+        v_new.add(*written)
 
 
 def _output_step(state: Reg, tiles: ChunkTiles, store: Store) -> Reg:
     """One chunk: stores the output, returns the next state."""
     operand, _ = _state_operand(state, tiles)
+    queue = MatmulQueue()
 
-    def decay(read: Reg) -> tuple[Reg, Reg, Reg | None]:
+    def step(prediction: Sum, read: Sum, v_new: Sum) -> Reg:
+        prediction.add((operand, transposed(tiles.k_from_start)))
+        read.add((operand, transposed(tiles.q_from_start)))
+        _add_v_new(v_new, prediction, tiles)
         decayed = tiles.decay.decay_state(state)
-        return (
-            decayed,
-            tiles.decay.scale_tokens(read, Q_FROM_START),
-            tiles.decay.factor(K_TO_END),
-        )
+        from_state = tiles.decay.scale_tokens(read.read(), Q_FROM_START)
+        k_factor = tiles.decay.factor(K_TO_END)
+        v = v_new.read()
 
-    predictions = [
-        [(operand, transposed(tiles.k_from_start))],
-        [(operand, transposed(tiles.q_from_start))],
-    ]
-    v_new, (decayed, read, k_factor) = _v_new(tiles, predictions, decay)
-    state, output = dots(
-        (decayed, (times(v_new, k_factor).astype(tiles.dtype), tiles.k_to_end)),
-        (read, (v_new.astype(tiles.dtype), transposed(tiles.a_qk))),
-    )
-    store(0, output)
-    return state
+        def finish(output: Sum, state: Sum) -> None:
+            # The output first: while it is stored, the tensor cores have the state's product.
+            output.add((v.astype(tiles.dtype), transposed(tiles.a_qk)))
+            state.add((times(v, k_factor).astype(tiles.dtype), tiles.k_to_end))
+            store(0, output.read())
+
+        return queue.accumulate(finish, from_state, decayed)[1]
+
+    return queue.from_zero(step, *[VALUES] * 3)
 
 
 def forward_step(
@@ -126,49 +122,56 @@ def forward_step(
     Without values (v = 0) the tokens only decay and erase: the linear part R of the affine map.
     """
     operand, store_state = _state_operand(state, tiles, store)
+    queue = MatmulQueue()
 
-    def decay() -> tuple[Reg, Reg | None]:
+    def step(prediction: Sum, v_new: Sum) -> Reg:
+        prediction.add((operand, transposed(tiles.k_from_start)))
+        _add_v_new(v_new, prediction, tiles, with_values)
         store_state()
-        return tiles.decay.decay_state(state), tiles.decay.factor(K_TO_END)
+        decayed = tiles.decay.decay_state(state)
+        k_factor = tiles.decay.factor(K_TO_END)
+        v = v_new.read()
 
-    predictions = [[(operand, transposed(tiles.k_from_start))]]
-    v_new, (decayed, k_factor) = _v_new(tiles, predictions, decay, with_values)
-    if store is not None:
-        store(1, v_new)
-    return dots(
-        (decayed, (times(v_new, k_factor).astype(tiles.dtype), tiles.k_to_end))
-    )[0]
+        def finish(state: Sum) -> None:
+            state.add((times(v, k_factor).astype(tiles.dtype), tiles.k_to_end))
+            if store is not None:
+                store(1, v)
+
+        return queue.accumulate(finish, decayed)[0]
+
+    return queue.from_zero(step, VALUES, VALUES)
 
 
 def backward_step(dstate: Reg, tiles: ChunkTiles, store: Store | None) -> Reg:
     """One chunk in reverse: stores dS at its end and dv, returns dS at its start."""
     operand, store_dstate = _state_operand(dstate, tiles, store)
     do = load(transposed(tiles.values))
-    few_registers = tiles.state is not None
+    queue = MatmulQueue()
 
-    def meanwhile() -> tuple[Reg, Reg | None]:
+    def step(from_dstate: Sum, from_output: Sum, dv: Sum) -> Reg:
+        from_dstate.add((operand, transposed(tiles.k_to_end)))
+        from_output.add((do, tiles.a_qk))
         store_dstate()
-        scaled_do = tiles.decay.scale_tokens(do.astype(F32), Q_FROM_START).astype(
-            tiles.dtype
-        )
-        return scaled_do, None if few_registers else tiles.decay.factor(K_TO_END)
+        scaled_do = tiles.decay.scale_tokens(do.astype(F32), Q_FROM_START)
+        from_query = (scaled_do.astype(tiles.dtype), tiles.q_from_start)
+        dv_state = from_dstate.read()
+        dv_output = from_output.read()
+        dv_new = dv_output + times(dv_state, tiles.decay.factor(K_TO_END))
+        dv.add((dv_new.astype(tiles.dtype), tiles.a_inv))
+        decayed = tiles.decay.decay_state(dstate)
 
-    (from_dstate, dv_new), (scaled_do, k_factor) = dots_while(
-        meanwhile, [(operand, transposed(tiles.k_to_end))], [(do, tiles.a_qk)]
-    )
-    if few_registers:
-        k_factor = tiles.decay.factor(K_TO_END)
-    dv_new = (dv_new + times(from_dstate, k_factor)).astype(tiles.dtype)
-    (dv,), (decayed, k_factor) = dots_while(
-        lambda: (tiles.decay.decay_state(dstate), tiles.decay.factor(K_FROM_START)),
-        [(dv_new, tiles.a_inv)],
-    )
-    if store is not None:
-        store(1, dv)
-    erased = times(-dv, k_factor).astype(tiles.dtype)
-    return dots(
-        (decayed, (scaled_do, tiles.q_from_start), (erased, tiles.k_from_start))
-    )[0]
+        def finish(dstate: Sum) -> None:
+            dstate.add(from_query)
+            k_factor = tiles.decay.factor(K_FROM_START)
+            dv_read = dv.read()
+            erased = times(-dv_read, k_factor).astype(tiles.dtype)
+            dstate.add((erased, tiles.k_from_start))
+            if store is not None:
+                store(1, dv_read)
+
+        return queue.accumulate(finish, decayed)[0]
+
+    return queue.from_zero(step, *[VALUES] * 3)
 
 
 # Kernels, on the host.
