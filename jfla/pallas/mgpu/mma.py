@@ -4,7 +4,7 @@ A wgmma is asynchronous: several are issued, then waited for together, and a war
 (`MatmulQueue`). Where the machine has none they are mma.sync, one after the other.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -79,6 +79,7 @@ class Sum:
             elif on_hopper():
                 plgpu.wgmma(self._acc, a, b)
             else:
+                # Pinned: without it ptxas spills more, for operands of independent products that are all on their way.
                 self._acc = pin(mma_sync(self._acc, a, b))
         self._queue.issued += len(products)
         self._last = self._queue.issued
@@ -131,12 +132,6 @@ def short_dot(acc: Reg, *products: tuple[Operand, Smem], first_column: int = 0) 
     if interpreting():
         columns = pl.ds(first_column, acc.shape[1])
         return dot(acc, *[(a, b[:, columns]) for a, b in products])
-    return _dot_sync(acc, products, first_column)
-
-
-def _dot_sync(
-    acc: Reg, products: Sequence[tuple[Operand, Smem]], first_column: int = 0
-) -> Reg:
     for a, b in products:
         acc = mma_sync(acc, a, b, first_column)
     return acc

@@ -45,7 +45,7 @@ from jfla.types import CHUNK
 
 # Steps, in registers.
 
-VALUES = (TILE_V, CHUNK)  # the shape of v^T, of what is made of it, and of the output
+_VALUES_SHAPE = (TILE_V, CHUNK)  # of v^T, of what is made of it, and of the output
 
 
 def _state_operand(
@@ -66,7 +66,7 @@ def _state_operand(
 
 
 def _add_v_new(
-    v_new: Sum, prediction: Sum, tiles: ChunkTiles, with_values: bool = True
+    v_new_sum: Sum, prediction: Sum, tiles: ChunkTiles, with_values: bool = True
 ) -> None:
     """Adds to v_new^T = (v - k_from_start S)^T a_inv^T, or the same without v, from (k_from_start S)^T.
 
@@ -79,11 +79,11 @@ def _add_v_new(
     a_inv = transposed(tiles.a_inv)
     written: Products = [(transposed(tiles.values), a_inv)] if with_values else []
     if not tiles.few_registers:
-        v_new.add(*written)
+        v_new_sum.add(*written)
     predicted = times(-prediction.read(), tiles.decay.factor(K_FROM_START))
-    v_new.add((predicted.astype(tiles.dtype), a_inv))
+    v_new_sum.add((predicted.astype(tiles.dtype), a_inv))
     if tiles.few_registers:
-        v_new.add(*written)
+        v_new_sum.add(*written)
 
 
 def _output_step(state: Reg, tiles: ChunkTiles, store: Store) -> Reg:
@@ -91,24 +91,24 @@ def _output_step(state: Reg, tiles: ChunkTiles, store: Store) -> Reg:
     operand, _ = _state_operand(state, tiles)
     queue = MatmulQueue()
 
-    def step(prediction: Sum, read: Sum, v_new: Sum) -> Reg:
+    def step(prediction: Sum, from_state: Sum, v_new_sum: Sum) -> Reg:
         prediction.add((operand, transposed(tiles.k_from_start)))
-        read.add((operand, transposed(tiles.q_from_start)))
-        _add_v_new(v_new, prediction, tiles)
+        from_state.add((operand, transposed(tiles.q_from_start)))
+        _add_v_new(v_new_sum, prediction, tiles)
         decayed = tiles.decay.decay_state(state)
-        from_state = tiles.decay.scale_tokens(read.read(), Q_FROM_START)
+        read_by_query = tiles.decay.scale_tokens(from_state.read(), Q_FROM_START)
         k_factor = tiles.decay.factor(K_TO_END)
-        v = v_new.read()
+        v_new = v_new_sum.read()
 
         def finish(output: Sum, state: Sum) -> None:
             # The output first: while it is stored, the tensor cores have the state's product.
-            output.add((v.astype(tiles.dtype), transposed(tiles.a_qk)))
-            state.add((times(v, k_factor).astype(tiles.dtype), tiles.k_to_end))
+            output.add((v_new.astype(tiles.dtype), transposed(tiles.a_qk)))
+            state.add((times(v_new, k_factor).astype(tiles.dtype), tiles.k_to_end))
             store(0, output.read())
 
-        return queue.accumulate(finish, from_state, decayed)[1]
+        return queue.accumulate(finish, read_by_query, decayed)[1]
 
-    return queue.from_zero(step, *[VALUES] * 3)
+    return queue.from_zero(step, *[_VALUES_SHAPE] * 3)
 
 
 def forward_step(
@@ -124,22 +124,22 @@ def forward_step(
     operand, store_state = _state_operand(state, tiles, store)
     queue = MatmulQueue()
 
-    def step(prediction: Sum, v_new: Sum) -> Reg:
+    def step(prediction: Sum, v_new_sum: Sum) -> Reg:
         prediction.add((operand, transposed(tiles.k_from_start)))
-        _add_v_new(v_new, prediction, tiles, with_values)
+        _add_v_new(v_new_sum, prediction, tiles, with_values)
         store_state()
         decayed = tiles.decay.decay_state(state)
         k_factor = tiles.decay.factor(K_TO_END)
-        v = v_new.read()
+        v_new = v_new_sum.read()
 
         def finish(state: Sum) -> None:
-            state.add((times(v, k_factor).astype(tiles.dtype), tiles.k_to_end))
+            state.add((times(v_new, k_factor).astype(tiles.dtype), tiles.k_to_end))
             if store is not None:
-                store(1, v)
+                store(1, v_new)
 
         return queue.accumulate(finish, decayed)[0]
 
-    return queue.from_zero(step, VALUES, VALUES)
+    return queue.from_zero(step, *[_VALUES_SHAPE] * 2)
 
 
 def backward_step(dstate: Reg, tiles: ChunkTiles, store: Store | None) -> Reg:
@@ -148,7 +148,7 @@ def backward_step(dstate: Reg, tiles: ChunkTiles, store: Store | None) -> Reg:
     do = load(transposed(tiles.values))
     queue = MatmulQueue()
 
-    def step(from_dstate: Sum, from_output: Sum, dv: Sum) -> Reg:
+    def step(from_dstate: Sum, from_output: Sum, dv_sum: Sum) -> Reg:
         from_dstate.add((operand, transposed(tiles.k_to_end)))
         from_output.add((do, tiles.a_qk))
         store_dstate()
@@ -157,21 +157,22 @@ def backward_step(dstate: Reg, tiles: ChunkTiles, store: Store | None) -> Reg:
         dv_state = from_dstate.read()
         dv_output = from_output.read()
         dv_new = dv_output + times(dv_state, tiles.decay.factor(K_TO_END))
-        dv.add((dv_new.astype(tiles.dtype), tiles.a_inv))
+        dv_sum.add((dv_new.astype(tiles.dtype), tiles.a_inv))
         decayed = tiles.decay.decay_state(dstate)
 
         def finish(dstate: Sum) -> None:
+            # Behind dv's product: the tensor cores have this one while dv is read and rounded.
             dstate.add(from_query)
             k_factor = tiles.decay.factor(K_FROM_START)
-            dv_read = dv.read()
-            erased = times(-dv_read, k_factor).astype(tiles.dtype)
+            dv = dv_sum.read()
+            erased = times(-dv, k_factor).astype(tiles.dtype)
             dstate.add((erased, tiles.k_from_start))
             if store is not None:
-                store(1, dv_read)
+                store(1, dv)
 
         return queue.accumulate(finish, decayed)[0]
 
-    return queue.from_zero(step, *[VALUES] * 3)
+    return queue.from_zero(step, *[_VALUES_SHAPE] * 3)
 
 
 # Kernels, on the host.
