@@ -22,7 +22,7 @@ from jfla.pallas.mgpu.cp_async import THREADS
 from jfla.pallas.mgpu.in_place import write_in_place
 from jfla.pallas.mgpu.launch import launch, untracked
 from jfla.pallas.mgpu.layouts import ROWS
-from jfla.pallas.mgpu.moves import VECTOR_BYTES
+from jfla.pallas.mgpu.tile_moves import VECTOR_BYTES
 from jfla.pallas.mgpu.types import Barrier, Gmem, Index, Layout, Reg, Smem, Tree
 from jfla.types import CHUNK
 

@@ -10,8 +10,13 @@ from jfla.pallas.context import interpreting
 from jfla.pallas.machine import on_hopper
 from jfla.pallas.mgpu.cp_async import THREADS, cp_async, wait_cp_async
 from jfla.pallas.mgpu.layouts import ROWS, TILE_ROWS, WGMMA, WIDE
-from jfla.pallas.mgpu.moves import store_matrix, store_wide
 from jfla.pallas.mgpu.smem import transposed
+from jfla.pallas.mgpu.tile_moves import (
+    store_matrix,
+    store_pairs,
+    store_transposed,
+    store_wide,
+)
 from jfla.pallas.mgpu.types import Barrier, Gmem, Layout, Reg, Smem
 
 
@@ -72,8 +77,10 @@ def write(target_smem: Smem, x: Reg, layout: Layout | None = None) -> None:
 
     Everything that was read there must have been committed, and so must be what is written before it is read.
     """
-    if interpreting() or not on_hopper():
+    if interpreting() or (not on_hopper() and len(x.shape) == 1):
         target_smem[...] = x
+    elif not on_hopper():
+        store_pairs(target_smem, x)
     elif len(x.shape) == 1:
         _write_line(target_smem, x)
     elif layout == WIDE:
@@ -83,13 +90,13 @@ def write(target_smem: Smem, x: Reg, layout: Layout | None = None) -> None:
 
 
 def write_transposed(tile_smem: Smem, x: Reg) -> None:
-    """`write` of x^T into a tile. Elsewhere than on Hopper pairs of a column are brought together first."""
-    if on_hopper() and not interpreting():
+    """`write` of x^T into a tile."""
+    if interpreting():
+        transposed(tile_smem)[...] = x
+    elif on_hopper():
         store_matrix(tile_smem, x, transpose=True)
-        return
-    if not interpreting():
-        x = plgpu.layout_cast(x, plgpu.Layout.WGMMA_TRANSPOSED)
-    transposed(tile_smem)[...] = x
+    else:
+        store_transposed(tile_smem, x)
 
 
 def _write_line(line_smem: Smem, x: Reg) -> None:

@@ -7,14 +7,13 @@ bytes of every eighth part of a row of 128 bytes: where the swizzle puts them is
 import math
 from typing import Any
 
-from jax.experimental.mosaic import gpu as mosaic
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm
 
 from jfla.pallas.mgpu.smem import SWIZZLE_BYTES, is_tile, tile_transforms
-from jfla.pallas.mgpu.thread import i32, multiply_add, pointer_at
+from jfla.pallas.mgpu.thread import i32, multiply_add, new_thread_idx, pointer_at
 from jfla.pallas.mgpu.types import Gmem, InlineContext, MemRef, Scalar, Smem
 
 THREADS = 128  # of a warpgroup
@@ -52,7 +51,7 @@ def _copy_tile(source: MemRef, target: MemRef) -> None:
     element = ir.MemRefType(source.type).element_type
     (row_stride, _), _ = ir.MemRefType(source.type).get_strides_and_offset()
     row_tiles, column_tiles, _, columns = ir.MemRefType(target.type).shape
-    thread = mosaic.thread_idx()
+    thread = new_thread_idx()
     row = arith.divui(thread, i32(_PARTS))
     part = arith.remui(thread, i32(_PARTS))
     row_in_tile = arith.remui(row, i32(_TILE_ROWS))
@@ -79,7 +78,7 @@ def _copy_contiguous(source: MemRef, target: MemRef) -> None:
     per_thread = math.prod(ir.MemRefType(target.type).shape) // THREADS
     element_bytes = utils.bitwidth(element) // 8
     per_copy = math.gcd(per_thread, _BYTES // element_bytes)
-    offset = arith.muli(mosaic.thread_idx(), i32(per_copy))
+    offset = arith.muli(new_thread_idx(), i32(per_copy))
     source_ptr = pointer_at(_global(utils.memref_ptr(source)), offset, element)
     target_ptr = pointer_at(utils.memref_ptr(target), offset, element)
     for first in range(0, per_thread * THREADS, per_copy * THREADS):

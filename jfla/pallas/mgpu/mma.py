@@ -79,8 +79,7 @@ class Sum:
             elif on_hopper():
                 plgpu.wgmma(self._acc, a, b)
             else:
-                # Pinned: without it ptxas spills more, for operands of independent products that are all on their way.
-                self._acc = pin(mma_sync(self._acc, a, b))
+                self._acc = mma_sync(self._acc, a, b)
         self._queue.issued += len(products)
         self._last = self._queue.issued
 

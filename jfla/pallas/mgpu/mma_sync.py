@@ -1,7 +1,9 @@
 """A matmul of mma.sync, which every GPU since Ampere has, with operands in shared memory or in registers.
 
 The accumulator lies as wgmma's does, and a tile of 16 bits in that layout holds in each thread what mma.sync's left
-operand wants there: registers are renumbered, nothing moves between threads.
+operand wants there: registers are renumbered, nothing moves between threads. From shared memory operands come by
+ldmatrix, with addresses from a thread index that is read anew for each product: LLVM would keep those of Mosaic's own
+loads from chunk to chunk, and ptxas would spill them.
 """
 
 from typing import Any
@@ -10,10 +12,23 @@ import jax
 import numpy as np
 from jax.experimental.mosaic import gpu as mosaic
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm
 
 from jfla.pallas.mgpu.layouts import WGMMA
-from jfla.pallas.mgpu.smem import SWIZZLE_BYTES, tile_transforms, transposed
-from jfla.pallas.mgpu.types import Fragments, InlineContext, Layout, MemRef, Reg, Smem
+from jfla.pallas.mgpu.smem import tile_transforms, transposed
+from jfla.pallas.mgpu.thread import HALVES, PART, Thread, multiply_add
+from jfla.pallas.mgpu.tile_moves import VECTORS, MatrixLane, TileAddresses
+from jfla.pallas.mgpu.types import (
+    Fragments,
+    InlineContext,
+    Layout,
+    MemRef,
+    Reg,
+    Scalar,
+    Smem,
+    Vector,
+)
 
 _ACC_TILE = (64, 8)
 _LHS_TILE = (64, 16)
@@ -36,21 +51,23 @@ def mma_sync(acc: Reg, a: Reg | Smem, b: Smem, first_column: int = 0) -> Reg:
     )
     def run(_: InlineContext, acc: Fragments, a: Fragments, b: MemRef) -> Fragments:
         layouts = mosaic.MMALayouts(b_smem.dtype)
+        operands = _OperandLoader(layouts, ir.MemRefType(b.type).element_type)
         acc_layout = acc.layout
         acc = _renumbered(acc, layouts.acc, _ACC_TILE)
         if in_registers:
             a = _renumbered(a, layouts.lhs, _LHS_TILE)
         else:
-            a = _load(a, layouts.lhs, a_transposed)
+            a = operands.left(a, a_transposed)
         rows = acc.shape[1] if b_transposed else a.shape[1]
         for first in range(0, rows, _STEP):
             step = slice(first, first + _STEP)
-            part = _load(_tile_rows(b, first), layouts.rhs, b_transposed)
             if b_transposed:
+                part = operands.right_transposed(b, first, a.shape[1])
                 acc[:, step] = mosaic.mma(acc[:, step], a, part)
             else:
                 columns = slice(first_column, first_column + acc.shape[1])
-                acc = mosaic.mma(acc, a[:, step], part[:, columns])
+                part = operands.right(b, first, columns)
+                acc = mosaic.mma(acc, a[:, step], part)
         return _renumbered(acc, acc_layout, _ACC_TILE)
 
     operands: Any = (acc, a_smem, b_smem)
@@ -68,15 +85,77 @@ def _untransposed(x: Reg | Smem) -> tuple[Any, bool]:
     return type(twice)(twice.ref, tuple(base[1:])), True
 
 
-def _tile_rows(tiles: MemRef, first: int) -> MemRef:
-    """Of a buffer [rows / 8, columns / 64, 8, 64] the rows from `first` on."""
-    return mosaic.memref_slice(tiles, slice(first // 8, (first + _STEP) // 8))
+class _OperandLoader:
+    """Loads of one product; a lane's place in them is made once."""
 
+    def __init__(self, layouts: Any, element: ir.Type) -> None:
+        thread = Thread()
+        self._layouts = layouts
+        self._pair = ir.VectorType.get((2,), element)
+        self._lane = MatrixLane(thread)
+        self._warp_blocks = multiply_add(thread.warp, HALVES, self._lane.half)
 
-def _load(tiles: MemRef, layout: Layout, transpose: bool) -> Fragments:
-    if transpose:
-        tiles = mosaic.memref_transpose(tiles, (1, 0, 3, 2))
-    return mosaic.FragmentedArray.load_tiled(tiles, SWIZZLE_BYTES, layout=layout)
+    def left(self, tile: MemRef, transpose: bool) -> Fragments:
+        """[64, columns] of a tile, or of the transposed view of one with 64 columns; a warp has 16 rows."""
+        lane = self._lane
+        address = TileAddresses(tile, lane.row)
+        row_tiles, column_tiles, *_ = ir.MemRefType(tile.type).shape
+        num_parts = row_tiles if transpose else column_tiles * VECTORS
+        registers = []
+        for part in range(0, num_parts, 2):
+            if transpose:
+                place = address.of(lane.neighbour, self._warp_blocks, first_rows=part)
+            else:
+                place = address.of(self._warp_blocks, lane.neighbour, first_number=part)
+            registers += self._ldmatrix(place, transpose)
+        return self._fragments(registers, self._layouts.lhs, (64, num_parts * PART))
+
+    def right(self, tile: MemRef, first: int, columns: slice) -> Fragments:
+        """[16, columns] of a tile, from row `first` on."""
+        lane = self._lane
+        address = TileAddresses(tile, lane.row)
+        registers = []
+        for part in range(columns.start // PART, columns.stop // PART, 2):
+            place = address.of(lane.half, lane.neighbour, first // PART, part)
+            registers += self._ldmatrix(place, transpose=True)
+        shape = (_STEP, columns.stop - columns.start)
+        return self._fragments(registers, self._layouts.rhs, shape)
+
+    def right_transposed(self, tile: MemRef, first: int, rows: int) -> Fragments:
+        """[rows, 16] of the transposed view of a tile, from column `first` on."""
+        lane = self._lane
+        address = TileAddresses(tile, lane.row)
+        registers = []
+        for part in range(0, rows // PART, 2):
+            # Halves lie over one another in the view, and so beside one another in the tile.
+            place = address.of(lane.neighbour, lane.half, first // PART, part)
+            registers += self._ldmatrix(place, transpose=False)
+        return self._fragments(registers, self._layouts.rhs, (rows, _STEP))
+
+    def _ldmatrix(self, place: Scalar, transpose: bool) -> list[Vector]:
+        """The four parts, [neighbour][half], in pairs of elements."""
+        word = ir.IntegerType.get_signless(32)
+        suffix = ".trans" if transpose else ""
+        four = llvm.inline_asm(
+            ir.Type.parse("!llvm.struct<(i32, i32, i32, i32)>"),
+            [place],
+            f"ldmatrix.sync.aligned.m8n8.x4{suffix}.shared.b16 {{$0, $1, $2, $3}}, [$4];",
+            "=r,=r,=r,=r,l,~{memory}",
+            has_side_effects=True,
+        )
+        words = [llvm.extractvalue(word, four, [n]) for n in range(4)]
+        return [llvm.bitcast(self._pair, word) for word in words]
+
+    @staticmethod
+    def _fragments(
+        registers: list[Vector], layout: Layout, shape: tuple[int, int]
+    ) -> Fragments:
+        flat = np.array(registers, dtype=object)
+        return mosaic.FragmentedArray(
+            _registers=flat.reshape(layout.registers_shape(shape)),
+            _layout=layout,
+            _is_signed=None,
+        )
 
 
 def _renumbered(x: Fragments, layout: Layout, tile: tuple[int, int]) -> Fragments:

@@ -25,8 +25,7 @@ class Thread:
     """A thread's warp in its warpgroup, and its place in a part."""
 
     def __init__(self) -> None:
-        # Read anew: LLVM would hoist what follows from a shared index, and ptxas would spill it.
-        thread = _new_thread_idx()
+        thread = new_thread_idx()
         lane = arith.remui(thread, i32(32))
         self.lane = lane
         self.warp = arith.remui(arith.divui(thread, i32(32)), i32(NUM_WARPS))
@@ -42,9 +41,18 @@ class Thread:
         return arith.andi(arith.shrui(packed, arith.muli(self.warp, i32(8))), i32(255))
 
 
-def _new_thread_idx() -> Scalar:
-    i32 = ir.IntegerType.get_signless(32)
-    return llvm.inline_asm(i32, [], "mov.u32 $0, %tid.x;", "=r", has_side_effects=True)
+def new_thread_idx() -> Scalar:
+    """The thread's number under a new name.
+
+    LLVM would hoist what follows from the old one, and ptxas would spill it. ptxas knows that they are the same.
+    """
+    return llvm.inline_asm(
+        ir.IntegerType.get_signless(32),
+        [mosaic.thread_idx()],
+        "mov.u32 $0, $1;",
+        "=r,r",
+        has_side_effects=True,
+    )
 
 
 def i32(x: int) -> Scalar:

@@ -15,7 +15,6 @@ from jaxlib.mlir.dialects import arith, llvm
 
 from jfla.pallas.context import interpreting
 from jfla.pallas.mgpu.layouts import TILE_ROWS, WGMMA
-from jfla.pallas.mgpu.moves import store_matrix
 from jfla.pallas.mgpu.smem import F32
 from jfla.pallas.mgpu.thread import (
     BLOCK_ROWS,
@@ -34,6 +33,7 @@ from jfla.pallas.mgpu.thread import (
     pointer_at,
     with_element,
 )
+from jfla.pallas.mgpu.tile_moves import store_matrix
 from jfla.pallas.mgpu.types import Fragments, InlineContext, MemRef, Reg, Smem
 
 

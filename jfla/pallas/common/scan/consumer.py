@@ -81,9 +81,7 @@ class ScanConsumer(ScanCta):
                 self.store_checkpoint(i, state, wg + zero)
             if self.gmem.added is not None:
                 state = self.with_added(i, state, wg + zero)
-            return self.with_new_addresses(zero).consume_chunk(
-                i, state, wg + zero, zero
-            )
+            return self.consume_chunk(i, state, wg + zero, zero)
 
         if self.stores_groups:
             state = self.scan_groups(step, state, wg)
@@ -95,15 +93,6 @@ class ScanConsumer(ScanCta):
     def addressed_anew(self, wg: Index) -> Index:
         """The same number, from which LLVM computes addresses anew for each segment, instead of keeping them."""
         return wg if self.gmem.segments is None else wg + opaque_zero()
-
-    def with_new_addresses(self, zero: Index) -> "ScanConsumer":
-        """The same CTA, whose head and batch are added to an opaque zero, or to 0 where registers are left.
-
-        LLVM would compute the addresses of all copies and stores before the loop over chunks, and ptxas spill them.
-        """
-        index = self.index
-        index = index._replace(head=index.head + zero, batch=index.batch + zero)
-        return self._replace(index=index)
 
     def first_state(self, wg: Index) -> Reg:
         """The state that the scan begins from."""
