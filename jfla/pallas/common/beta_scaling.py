@@ -5,12 +5,10 @@ float16.
 """
 
 import jax.numpy as jnp
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jfla.pallas.mgpu.copies import commit_smem, write
+from jfla.pallas.mgpu.copies import commit_smem, load_with_layout, write
 from jfla.pallas.mgpu.iota import per_column, per_row
-from jfla.pallas.mgpu.layouts import ROWS
-from jfla.pallas.mgpu.opaque import pin
+from jfla.pallas.mgpu.layouts import COLS, ROWS
 from jfla.pallas.mgpu.smem import F16
 from jfla.pallas.mgpu.triangular import TriangularInverse
 from jfla.pallas.mgpu.types import Index, Reg, Smem
@@ -19,7 +17,7 @@ from jfla.types import CHUNK
 
 def write_beta_scaling(beta_smem: Smem, scaling_smem: Smem) -> None:
     """s and t [2, C] from beta [C]."""
-    beta = plgpu.load(beta_smem, layout=ROWS)
+    beta = load_with_layout(beta_smem, ROWS)
     root = jnp.sqrt(jnp.abs(beta))
     # In place, as beta may be: a warp reads and writes the same rows.
     write(scaling_smem.at[0], jnp.where(beta < 0.0, -root, root))
@@ -30,11 +28,10 @@ def scale_rows_and_columns(
     x: Reg, scaling_smem: Smem, zero: Index, inverse: bool = False
 ) -> Reg:
     """s x t of x [C, C]; or t x s, for the inverse."""
-    rows = scaling_smem[zero + inverse]
-    columns = scaling_smem[zero + 1 - inverse]
-    # Pinned, so that layout inference does not try every pair of layouts of one buffer.
-    x = x * pin(per_row(rows, CHUNK))
-    return x * pin(per_column(columns, CHUNK))
+    rows = load_with_layout(scaling_smem.at[zero + inverse], ROWS)
+    columns = load_with_layout(scaling_smem.at[zero + 1 - inverse], COLS)
+    x = x * per_row(rows, CHUNK)
+    return x * per_column(columns, CHUNK)
 
 
 def write_lower(lower: Reg, scaling_smem: Smem, tile_smem: Smem, zero: Index) -> None:

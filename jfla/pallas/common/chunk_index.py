@@ -8,7 +8,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jfla.pallas.common.packed_rows import INPUTS, RESULTS, PackedRows, Rows
-from jfla.pallas.mgpu.row_tiles import any_row
 from jfla.pallas.mgpu.types import Gmem, Index
 from jfla.types import CHUNK
 
@@ -82,9 +81,7 @@ class ChunkIndex(NamedTuple):
 
         def in_place() -> Any:
             return use(
-                ref_gmem.tokens.at[
-                    self.batch, pl.ds(any_row(place), CHUNK), head, columns
-                ]
+                ref_gmem.tokens.at[self.batch, pl.ds(place, CHUNK), head, columns]
             )
 
         def at_end() -> Any:

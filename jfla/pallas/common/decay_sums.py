@@ -10,12 +10,11 @@ late for wgmma, and a part of it is then missing.
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.typing import DTypeLike
 
 from jfla.pallas.common.pair_passes import BLOCK, NUM_BLOCKS, SHIFT
-from jfla.pallas.mgpu.iota import per_column
-from jfla.pallas.mgpu.layouts import TILE_ROWS
+from jfla.pallas.mgpu.iota import iota, per_column
+from jfla.pallas.mgpu.layouts import COLS, TILE_ROWS
 from jfla.pallas.mgpu.smem import F16
 from jfla.pallas.mgpu.types import Index, Reg
 from jfla.types import CHUNK
@@ -80,7 +79,7 @@ def least_within(sums: Reg, zero: Index) -> Reg:
 
 def span_numbers(zero: Index) -> Reg:
     """[64, NUM_BLOCK_SPANS]: the number of every column, made of an opaque zero so that none is kept."""
-    return per_column(lax.iota(jnp.int32, NUM_BLOCK_SPANS) + zero, TILE_ROWS)
+    return per_column(iota(NUM_BLOCK_SPANS, COLS) + zero, TILE_ROWS)
 
 
 def stack_matrices(dtype: DTypeLike, *matrices: np.ndarray) -> jax.Array:

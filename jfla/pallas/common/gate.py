@@ -8,8 +8,9 @@ import jax.numpy as jnp
 
 from jfla.gates import Gate, SigmoidGate
 from jfla.pallas.mgpu.iota import per_row
+from jfla.pallas.mgpu.layouts import WGMMA
 from jfla.pallas.mgpu.smem import F32
-from jfla.pallas.mgpu.types import Reg
+from jfla.pallas.mgpu.types import Layout, Reg
 
 LOG2E = 1.4426950408889634
 # A decay of 2^-150 is 0 in float32, and 64 of them still sum without losing the digits of a weak gate.
@@ -86,9 +87,9 @@ def log2_decay(
     return jnp.maximum(x * (LOG2E * times), strongest * times)
 
 
-def with_resets(x: Reg, resets: Reg, times: float = 1.0) -> Reg:
+def with_resets(x: Reg, resets: Reg, times: float = 1.0, layout: Layout = WGMMA) -> Reg:
     """log2 decay times a constant with the packing of `reset_rows` [C] applied."""
-    resets = per_row(resets, x.shape[1])
+    resets = per_row(resets, x.shape[1], layout)
     return jnp.where(
         resets > 0.0, 0.0 * x, jnp.maximum(x + resets * times, STRONGEST * times)
     )

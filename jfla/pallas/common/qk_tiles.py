@@ -19,8 +19,8 @@ from jfla.pallas.common.gate import (
 )
 from jfla.pallas.mgpu.copies import Copies, commit_smem, load_with_layout
 from jfla.pallas.mgpu.iota import iota2d, per_column, per_row
-from jfla.pallas.mgpu.layouts import WGMMA
-from jfla.pallas.mgpu.mma import zeros
+from jfla.pallas.mgpu.layouts import COLS, ROWS, WGMMA
+from jfla.pallas.mgpu.mma import load, zeros
 from jfla.pallas.mgpu.moves import load_rows
 from jfla.pallas.mgpu.smem import F16, F32
 from jfla.pallas.mgpu.types import Gmem, Index, Layout, Reg, Smem
@@ -106,16 +106,17 @@ class QkTiles(NamedTuple):
         """What the recurrence multiplies q (or k) with."""
         return self.options.scale if which == Q else 1.0
 
-    def inv_norm(self, which: int) -> Reg:
+    def inv_norm(self, which: int, layout: Layout = ROWS) -> Reg:
         """[C]: 1 / norm of each row of q or k, under qk_norm."""
         lines = [
-            self.square_norms[which, tile] for tile in range(self.square_norms.shape[1])
+            load_with_layout(self.square_norms.at[which, tile], layout)
+            for tile in range(self.square_norms.shape[1])
         ]
         return lax.rsqrt(functools.reduce(jnp.add, lines) + NORM_EPSILON)
 
     def scaled(self, which: int, tile: Index) -> Reg:
         """[C, 64] float32 of q or k as the recurrence reads it: q is scaled."""
-        x = (self.q, self.k)[which][tile].astype(F32)
+        x = load((self.q, self.k)[which].at[tile]).astype(F32)
         if self.options.qk_norm:
             x = x * per_row(self.inv_norm(which), TILE_K)
         return x * self.scale(which) if which == Q else x
@@ -142,14 +143,23 @@ class QkTiles(NamedTuple):
         commit_smem()
 
     def scaled_log2_decay(
-        self, raw: Reg, gmem: QkgOperands, bias_smem: Smem, resets: Smem
+        self,
+        raw: Reg,
+        gmem: QkgOperands,
+        bias_smem: Smem,
+        resets_smem: Smem,
+        layout: Layout = WGMMA,
     ) -> Reg:
-        """float16 log2 decay times GATE_SCALE of a tile of raw gate input, with packing applied.
+        """float16 log2 decay times GATE_SCALE of a tile of raw gate input in `layout`, with packing applied.
 
-        `bias_smem` is the tile's [64], `resets` the chunk's [C], either None.
+        `bias_smem` is the tile's [64], `resets_smem` the chunk's [C], either None. With a gate the layout is WGMMA.
         """
         head = self.index.head
-        bias = None if bias_smem is None else per_column(bias_smem[...], CHUNK)
+        bias = (
+            None
+            if bias_smem is None
+            else per_column(load_with_layout(bias_smem, COLS), CHUNK)
+        )
         rate = (
             None if self.options.no_gate else (gmem.rates[head, 0], gmem.rates[head, 1])
         )
@@ -164,6 +174,7 @@ class QkTiles(NamedTuple):
         if not self.options.no_gate and self.options.time % CHUNK:
             token = iota2d(0, CHUNK) + self.index.chunk * CHUNK
             decay = jnp.where(token < self.options.time, decay, zeros(CHUNK, TILE_K))
-        if resets is not None:
-            decay = with_resets(decay, resets[...], times=GATE_SCALE)
+        if resets_smem is not None:
+            resets = load_with_layout(resets_smem, layout.reduce(1))
+            decay = with_resets(decay, resets, GATE_SCALE, layout)
         return decay.astype(F16)

@@ -6,9 +6,9 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfla.pallas.common.chunk_index import TILE_V
+from jfla.pallas.mgpu.copies import load_with_layout
 from jfla.pallas.mgpu.iota import per_column, per_row
 from jfla.pallas.mgpu.layouts import COLS, ROWS
-from jfla.pallas.mgpu.opaque import pin
 from jfla.pallas.mgpu.smem import F32
 from jfla.pallas.mgpu.types import MemorySpec, Reg, Smem
 from jfla.stages import CHUNK_DECAY
@@ -29,7 +29,7 @@ class TokenDecay:
         """[V, C]: the factor of each token, or None where the tiles hold it."""
         if not self.scalar_gate:
             return None
-        return per_column(plgpu.load(self.decay_smem.at[row], layout=COLS), TILE_V)
+        return per_column(load_with_layout(self.decay_smem.at[row], COLS), TILE_V)
 
     def scale_tokens(self, x: Reg, row: int) -> Reg:
         """x [V, C] times the factor of each token."""
@@ -39,7 +39,7 @@ class TokenDecay:
         """x [V, K] decayed by the whole chunk."""
         if self.scalar_gate:
             return x * self.decay_smem[CHUNK_DECAY, 0]
-        return x * per_column(plgpu.load(self.decay_smem, layout=COLS), x.shape[0])
+        return x * per_column(load_with_layout(self.decay_smem, COLS), x.shape[0])
 
 
 def times(x: Reg, factor: Reg | None) -> Reg:
@@ -59,7 +59,6 @@ def pair_decay(log2_cum_smem: Smem, scale: float = 1.0) -> Reg:
     `gate.STRONGEST`), so their rounding costs a decay 6e-4 of itself at most: less than bf16 operands do.
     """
     log_scale = math.log2(scale)
-    # Pinned, so that layout inference does not try every pair of layouts of one buffer.
-    rows = pin(per_row(plgpu.load(log2_cum_smem, layout=ROWS) + log_scale, CHUNK))
-    columns = pin(per_column(plgpu.load(log2_cum_smem, layout=COLS), CHUNK))
+    rows = per_row(load_with_layout(log2_cum_smem, ROWS) + log_scale, CHUNK)
+    columns = per_column(load_with_layout(log2_cum_smem, COLS), CHUNK)
     return jnp.exp2(jnp.minimum(rows - columns, log_scale))

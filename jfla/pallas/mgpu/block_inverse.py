@@ -7,7 +7,6 @@ the transpose of an accumulator. So both X and X^T are kept, and no element leav
 from typing import Any
 
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental.mosaic import gpu as mosaic
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -91,8 +90,8 @@ def inverse_of_blocks(n: Reg) -> Reg:
 
 
 def _square(n: Reg, level: int) -> Reg:
-    row = lax.broadcasted_iota(jnp.int32, n.shape, 0)
-    column = lax.broadcasted_iota(jnp.int32, n.shape, 1)
+    row = plgpu.broadcasted_iota(jnp.int32, n.shape, 0, layout=WGMMA)
+    column = plgpu.broadcasted_iota(jnp.int32, n.shape, 1, layout=WGMMA)
     joins = ((row >> level) ^ 1) == (column >> level)
     return jnp.where(joins & (row > column), n, jnp.zeros_like(n))
 

@@ -129,9 +129,9 @@ def load_with_layout(ref: Gmem | Smem, layout: Layout) -> Reg:
     return plgpu.load(ref, layout=layout, optimized=False)
 
 
-def store_from_layout(ref_gmem: Gmem, x: Reg) -> None:
-    """Registers to global memory as they lie, without TMA."""
+def store_from_layout(ref: Gmem | Smem, x: Reg) -> None:
+    """Registers to global or shared memory as they lie, without TMA; JAX must not plan it for the banks."""
     if hasattr(plgpu, "store"):
-        plgpu.store(ref_gmem, x, optimized=False)
+        plgpu.store(ref, x, optimized=False)
     else:  # JAX 0.11
-        ref_gmem[...] = x
+        ref[...] = x

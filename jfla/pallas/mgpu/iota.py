@@ -4,19 +4,21 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jfla.pallas.mgpu.copies import commit_smem
-from jfla.pallas.mgpu.layouts import ROWS
-from jfla.pallas.mgpu.types import MemorySpec, Reg, Smem
+from jfla.pallas.mgpu.copies import commit_smem, load_with_layout
+from jfla.pallas.mgpu.layouts import COLS, ROWS, WGMMA
+from jfla.pallas.mgpu.types import Layout, MemorySpec, Reg, Smem
 
 
-def per_row(x: Reg, columns: int) -> Reg:
-    """[rows] to [rows, columns]. No layout is asked for: both layouts follow from what the values meet."""
-    return lax.broadcast_in_dim(x, (x.shape[0], columns), [0])
+def per_row(x: Reg, columns: int, layout: Layout = WGMMA) -> Reg:
+    """[rows] to [rows, columns]."""
+    whole = lax.broadcast_in_dim(x, (x.shape[0], columns), [0])
+    return plgpu.layout_cast(whole, layout)
 
 
-def per_column(x: Reg, rows: int) -> Reg:
+def per_column(x: Reg, rows: int, layout: Layout = WGMMA) -> Reg:
     """[columns] to [rows, columns]."""
-    return lax.broadcast_in_dim(x, (rows, x.shape[0]), [1])
+    whole = lax.broadcast_in_dim(x, (rows, x.shape[0]), [1])
+    return plgpu.layout_cast(whole, layout)
 
 
 def iota_smem(num_warpgroups: int, size: int) -> MemorySpec:
@@ -24,9 +26,14 @@ def iota_smem(num_warpgroups: int, size: int) -> MemorySpec:
     return plgpu.SMEM((num_warpgroups, size), jnp.int32)
 
 
+def iota(size: int, layout: Layout) -> Reg:
+    """[size]: 0, 1, .."""
+    return plgpu.layout_cast(lax.iota(jnp.int32, size), layout)
+
+
 def write_iota(line_smem: Smem) -> None:
     """0, 1, .. into a line of shared memory."""
-    line_smem[...] = plgpu.layout_cast(lax.iota(jnp.int32, line_smem.shape[0]), ROWS)
+    line_smem[...] = iota(line_smem.shape[0], ROWS)
     commit_smem()
 
 
@@ -36,5 +43,8 @@ def iota2d(axis: int, size: int, line_smem: Smem = None) -> Reg:
     Broadcast from one line: a two-dimensional iota holds a register for every element. LLVM hoists even the line of
     columns out of the loop over tiles; from `line_smem` (see `write_iota`) it is read when it is needed.
     """
-    line = lax.iota(jnp.int32, size) if line_smem is None else line_smem[...]
+    layout = ROWS if axis == 0 else COLS
+    line = (
+        iota(size, layout) if line_smem is None else load_with_layout(line_smem, layout)
+    )
     return per_row(line, size) if axis == 0 else per_column(line, size)

@@ -7,11 +7,12 @@ from typing import Any
 import jax
 from jax.core import eval_jaxpr
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import LoweringSemantics
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
 from jfla.pallas.context import interpreting
-from jfla.pallas.mgpu import equal_variables as _equal  # noqa: F401  replaces a function of JAX 0.11.2
+from jfla.pallas.mgpu import row_tiles as _row_tiles  # noqa: F401  copies from any row on
 from jfla.pallas.mgpu import target as _target  # noqa: F401  Mosaic asks it for the architecture
 from jfla.pallas.mgpu.fingerprint import fingerprint
 from jfla.pallas.mgpu.kernel_call import call
@@ -84,6 +85,8 @@ def launch(
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
+            # Every layout is said. To infer them takes two thirds of the time in which KDA's kernels are lowered.
+            lowering_semantics=LoweringSemantics.Lane,
             unsafe_no_auto_barriers=not auto_barriers,
             reduction_scratch_bytes=_REDUCTION_BYTES if reduces_across_warps else 0,
         ),

@@ -16,7 +16,7 @@ from jfla.pallas.machine import on_hopper
 from jfla.pallas.mgpu.layouts import WGMMA
 from jfla.pallas.mgpu.mma_sync import mma_sync
 from jfla.pallas.mgpu.opaque import pin
-from jfla.pallas.mgpu.smem import F32
+from jfla.pallas.mgpu.smem import F32, is_tile
 from jfla.pallas.mgpu.types import Reg, Smem
 
 # Operand of a matmul: Reg or Smem on the left, Smem on the right, both of 16 bits.
@@ -26,12 +26,8 @@ Products = list[tuple[Operand, Smem]]
 
 
 def load(ref: Smem) -> Reg:
-    """A tile in the accumulator's layout.
-
-    Ask for a layout only where none follows from what the value meets: layout inference tries out every one that is
-    asked for, against all that are open.
-    """
-    return plgpu.load(ref, layout=WGMMA)
+    """A tile, or a square of float32, in the accumulator's layout."""
+    return plgpu.load(ref, layout=WGMMA, optimized=is_tile(ref))
 
 
 def zeros(rows: int, columns: int) -> Reg:

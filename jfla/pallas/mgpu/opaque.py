@@ -27,7 +27,7 @@ def zero_operand() -> jax.Array:
 
 
 def pin[T](x: T) -> T:
-    """x, where it is: no computation moves across, and layout inference does not search through both sides at once."""
+    """x, where it is: no computation moves across."""
     return lax.optimization_barrier(x)
 
 
@@ -35,8 +35,8 @@ def opaque_zero() -> jax.Array:
     """In a kernel: a new int32 zero."""
     if interpreting():
         return jnp.int32(0)
-    no_layout: Any = None
-    out: Any = plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), no_layout)
+    splat = plgpu.Layout.WG_SPLAT(())
+    out: Any = plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), splat)
 
     @plgpu.inline_mgpu(return_type=out)
     def zero(_: Any) -> Any:

@@ -7,16 +7,14 @@ function is replaced for the whole process.
 """
 
 import dataclasses
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jax.experimental import pallas as pl
-from jax.experimental.mosaic.gpu import dialect_lowering
 from jax.experimental.mosaic.gpu.launch_context import TileTransform
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import memref
-
-from jfla.pallas.mgpu.types import Index
 
 ROWS = 8  # of a tile
 
@@ -57,27 +55,16 @@ class RowTileTransform(TileTransform):
         )  # fmt: skip
 
 
-def any_row(row: Index) -> Index:
-    """The first row of a copy, which need not begin a tile.
-
-    Layout inference refuses an index that it does not know to be a multiple of ROWS. It is told that this one is, which
-    is safe because lowering divides by ROWS and keeps the remainder: a copy that relied on a remainder of 0 would
-    read and write wrong rows.
-    """
-    return pl.multiple_of(row, ROWS)
+_CORE: Any = sys.modules[plgpu.TilingTransform.__module__]
+_of_transform: Callable[[Any], Any] = _CORE.to_gpu_transform
 
 
-_of_attributes: Callable[[Any], tuple[Any, ...]] = (
-    dialect_lowering.memref_transforms_from_transforms_attr
-)
+def row_tiles(transform: Any) -> Any:
+    """Mosaic's transform of a reference, with tiles that overlap in global memory."""
+    found = _of_transform(transform)
+    if isinstance(found, TileTransform) and found.tiling[0] == ROWS:
+        return RowTileTransform(found.tiling)
+    return found
 
 
-def transforms_of_attributes(attributes: Any) -> tuple[Any, ...]:
-    """Mosaic's transforms of a reference, with tiles that overlap in global memory."""
-    return tuple(
-        RowTileTransform(x.tiling) if x.tiling[0] == ROWS and len(x.tiling) == 2 else x
-        for x in _of_attributes(attributes)
-    )
-
-
-dialect_lowering.memref_transforms_from_transforms_attr = transforms_of_attributes
+_CORE.to_gpu_transform = row_tiles

@@ -6,7 +6,6 @@ Pallas' indexing cannot say what differs from warp to warp; here it costs one ad
 from typing import Any
 
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental.mosaic import gpu as mosaic
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -104,8 +103,11 @@ def mask_behind(x: Reg, block: int, which: int, strictly: bool) -> Reg:
     shape = (TILE_ROWS, BLOCK_ROWS)
     if interpreting():
         x = x[:, which * BLOCK_ROWS : (which + 1) * BLOCK_ROWS]
-        row = lax.broadcasted_iota(jnp.int32, shape, 0)
-        column = lax.broadcasted_iota(jnp.int32, shape, 1) + block * BLOCK_ROWS
+        row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=WGMMA)
+        column = (
+            plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=WGMMA)
+            + block * BLOCK_ROWS
+        )
         return jnp.where(row < column if strictly else row <= column, x, 0.0)
     out: Any = plgpu.ShapeDtypeStruct(shape, x.dtype, WGMMA)
 

@@ -31,12 +31,24 @@ from jfla.pallas.common.packed_rows import places_of, rows_like
 from jfla.pallas.common.qk_tiles import K, Q, QkOptions
 from jfla.pallas.common.results import KernelGrads
 from jfla.pallas.common.token_decay import pair_decay
-from jfla.pallas.mgpu.copies import Copies, commit_smem, store_from_layout
-from jfla.pallas.mgpu.iota import iota2d, iota_smem, per_column, per_row, write_iota
+from jfla.pallas.mgpu.copies import (
+    Copies,
+    commit_smem,
+    load_with_layout,
+    store_from_layout,
+)
+from jfla.pallas.mgpu.iota import (
+    iota,
+    iota2d,
+    iota_smem,
+    per_column,
+    per_row,
+    write_iota,
+)
 from jfla.pallas.mgpu.launch import launch
 from jfla.pallas.mgpu.layouts import COLS, ROWS
 from jfla.pallas.mgpu.mma import dot, dots, load, zeros
-from jfla.pallas.mgpu.opaque import pin, zero_operand
+from jfla.pallas.mgpu.opaque import zero_operand
 from jfla.pallas.mgpu.smem import F32, tile_smem, transposed
 from jfla.pallas.mgpu.types import Gmem, Index, MemorySpec, Reg, Smem
 from jfla.stages import (
@@ -89,15 +101,15 @@ class GradsGdnCta(NamedTuple):
 
     def row_factor(self, row: int) -> Reg:
         """[C, 64]: a factor of `FactoredQK` for every token."""
-        return per_row(plgpu.load(self.smem.factors.at[row], layout=ROWS), TILE_K)
+        return per_row(load_with_layout(self.smem.factors.at[row], ROWS), TILE_K)
 
     def inv_norm(self, which: int) -> Reg:
         """[C]: 1 / norm of each row of q or k, under qk_norm."""
-        return plgpu.load(self.smem.token_scalars.at[INV_NORMS + which], layout=ROWS)
+        return load_with_layout(self.smem.token_scalars.at[INV_NORMS + which], ROWS)
 
     def tokens(self) -> tuple[Reg, Reg]:
         """[C, C]: the row and the column number of every element."""
-        row = per_row(lax.iota(jnp.int32, CHUNK) + self.zero, CHUNK)
+        row = per_row(iota(CHUNK, ROWS) + self.zero, CHUNK)
         return row, iota2d(1, CHUNK, self.smem.iota.at[0])
 
 
@@ -153,10 +165,9 @@ def write_weights(ctx: GradsGdnCta, which: int, weights: Reg) -> None:
     weights = weights * pair_decay(token_scalars.at[LOG2_CUM])
     weights = weights * (ctx.options.scale if which == Q else -1.0)
     if ctx.options.qk_norm:
-        # Pinned, so that layout inference does not try every pair of layouts of one buffer.
-        weights = weights * pin(per_row(ctx.inv_norm(which), CHUNK))
-        inv_norm_k = plgpu.load(token_scalars.at[INV_NORMS + K], layout=COLS)
-        weights = weights * pin(per_column(inv_norm_k, CHUNK))
+        weights = weights * per_row(ctx.inv_norm(which), CHUNK)
+        inv_norm_k = load_with_layout(token_scalars.at[INV_NORMS + K], COLS)
+        weights = weights * per_column(inv_norm_k, CHUNK)
     strictly_lower = jnp.where(column < row, weights, zero)
     weights_smem = ctx.smem.weights.at[which]
     weights_smem[...] = strictly_lower.astype(weights_smem.dtype)
@@ -225,9 +236,9 @@ def store_tile_grads(
         (G_CHUNK, sums.state_dot_dstate),
     ):
         line = ctx.smem.g_terms.at[term]
-        line[...] = plgpu.load(line, layout=ROWS) + x
+        line[...] = load_with_layout(line, ROWS) + x
     # The diagonal of W_q, which no decay multiplies.
-    diag_w_q = plgpu.load(ctx.smem.diagonals.at[Q], layout=ROWS) * ctx.options.scale
+    diag_w_q = load_with_layout(ctx.smem.diagonals.at[Q], ROWS) * ctx.options.scale
     if ctx.options.qk_norm:
         diag_w_q = diag_w_q * ctx.inv_norm(Q) * ctx.inv_norm(K)
     diag_w_q = per_row(diag_w_q, TILE_K)
@@ -246,14 +257,14 @@ def store_dg(ctx: GradsGdnCta, out_gmem: KernelGrads) -> None:
     """dg of the chunk, and dv . v_new."""
 
     def columns(term: int) -> Reg:
-        return per_column(plgpu.load(ctx.smem.g_terms.at[term], layout=COLS), CHUNK)
+        return per_column(load_with_layout(ctx.smem.g_terms.at[term], COLS), CHUNK)
 
     # The decay of token i is in the sums up to tokens j >= i, and in those after tokens j < i.
     row, column = ctx.tokens()
     terms = jnp.where(column >= row, columns(G_UP_TO), columns(G_AFTER))
     terms = terms + columns(G_CHUNK) * ctx.smem.factors[CHUNK_DECAY, 0]
     store_from_layout(ctx.index.tile(out_gmem.dg), jnp.sum(terms, axis=1))
-    v_new_dot_dv = plgpu.load(ctx.smem.diagonals.at[K], layout=ROWS)
+    v_new_dot_dv = load_with_layout(ctx.smem.diagonals.at[K], ROWS)
     store_from_layout(ctx.index.tile(out_gmem.v_new_dot_dv), v_new_dot_dv)
 
 

@@ -165,13 +165,14 @@ def grads_of_states(ctx: GradsKdaCta, num_v_tiles: int, dg_gmem: Gmem) -> Grads:
     commit_smem()
     ctx.line(DG_CHUNK)[...] = state_dot_dstate * jnp.exp2(ctx.decays.whole_chunk())
     dk_end = dk_end * jnp.exp2(ctx.decays.to_end())
-    dg = per_column(plgpu.load(ctx.line(DG_CHUNK), layout=COLS), CHUNK)
+    dg = per_column(load_with_layout(ctx.line(DG_CHUNK), COLS), CHUNK)
     after = sum_over_tokens(ctx, ctx.qk.scaled(K, ctx.zero) * dk_end, dg, up_to=False)
     ctx.for_own_rows(dg_gmem, lambda rows: store_from_layout(rows, after))
     from_start = jnp.exp2(ctx.decays.from_start())
     dq = dq * from_start
     dk = -dk * from_start
-    ctx.z[...] = ctx.qk.scaled(Q, ctx.zero) * dq + ctx.qk.scaled(K, ctx.zero) * dk
+    z = ctx.qk.scaled(Q, ctx.zero) * dq + ctx.qk.scaled(K, ctx.zero) * dk
+    store_from_layout(ctx.z, z)
     return Grads(dq, dk + dk_end)
 
 
@@ -199,7 +200,7 @@ def add_pairs(ctx: GradsKdaCta, grads: Grads) -> tuple[Grads, Index]:
     ctx.line(LEAST)[...] = jnp.min(ctx.decays.rows_in_block(), axis=1)
     commit_smem()
     # Every row finds the least of all: a reduction to a scalar would need shared memory of its own.
-    all_rows = per_column(plgpu.load(ctx.line(LEAST), layout=COLS), CHUNK)
+    all_rows = per_column(load_with_layout(ctx.line(LEAST), COLS), CHUNK)
     ctx.line(LEAST_OF_ALL)[...] = jnp.min(all_rows, axis=1)
     commit_smem()
     least = ctx.smem.lines[LEAST_OF_ALL, 0, 0]
@@ -271,7 +272,7 @@ def store_grads(ctx: GradsKdaCta, grads: Grads, out_gmem: KernelGrads) -> None:
     before = ctx.for_own_rows(out_gmem.dg, lambda rows: load_with_layout(rows, WGMMA))
     dg = sum_over_tokens(ctx, load(ctx.z), before, up_to=True)
     ctx.for_own_rows(out_gmem.dg, lambda rows: store_from_layout(rows, dg))
-    diagonal = per_row(plgpu.load(ctx.line(DIAGONALS + Q), layout=ROWS), TILE_K)
+    diagonal = per_row(load_with_layout(ctx.line(DIAGONALS + Q), ROWS), TILE_K)
     dq = (grads.dq + diagonal * ctx.qk.scaled(K, ctx.zero)) * ctx.qk.scale(Q)
     dk = grads.dk + diagonal * ctx.qk.scaled(Q, ctx.zero)
     for dx, target in ((dq, out_gmem.dq), (dk, out_gmem.dk)):
@@ -280,7 +281,7 @@ def store_grads(ctx: GradsKdaCta, grads: Grads, out_gmem: KernelGrads) -> None:
 
     @pl.when(ctx.qk.first == 0)
     def _():
-        v_new_dot_dv = -plgpu.load(ctx.line(DIAGONALS + K), layout=ROWS)
+        v_new_dot_dv = -load_with_layout(ctx.line(DIAGONALS + K), ROWS)
         store_from_layout(ctx.index.tile(out_gmem.v_new_dot_dv), v_new_dot_dv)
 
 

@@ -9,6 +9,7 @@ from jax.typing import DTypeLike
 from jfla.pallas.common.chunk_index import TILE_K, ChunkIndex
 from jfla.pallas.common.qk_tiles import QkgOperands, QkTiles
 from jfla.pallas.context import interpreting
+from jfla.pallas.mgpu.copies import store_from_layout
 from jfla.pallas.mgpu.iota import iota_smem
 from jfla.pallas.mgpu.mma import load
 from jfla.pallas.mgpu.smem import BF16, F16, F32, tile_smem
@@ -87,7 +88,7 @@ class GradsKdaCta(NamedTuple):
 
     def add_to_z(self, x: Reg) -> None:
         """Adds to z in shared memory: registers have no room for it beside dq and dk."""
-        self.z[...] = load(self.z) + x
+        store_from_layout(self.z, load(self.z) + x)
 
     @property
     def states(self) -> Smem:

@@ -28,6 +28,7 @@ from jfla.pallas.common.results import IntraResults
 from jfla.pallas.mgpu.copies import (
     Copies,
     commit_smem,
+    load_with_layout,
     store_from_layout,
     store_tile,
     write_transposed,
@@ -35,7 +36,7 @@ from jfla.pallas.mgpu.copies import (
 from jfla.pallas.mgpu.iota import iota_smem, per_column, per_row, write_iota
 from jfla.pallas.mgpu.layouts import COLS, ROWS
 from jfla.pallas.mgpu.mma import dot, zeros
-from jfla.pallas.mgpu.opaque import pin, zero_operand
+from jfla.pallas.mgpu.opaque import zero_operand
 from jfla.pallas.mgpu.overlap import Kernel, PendingResults, ReadyFlags
 from jfla.pallas.mgpu.smem import BF16, F16, F32, tile_smem, transposed
 from jfla.pallas.mgpu.triangular import TriangularInverse
@@ -207,11 +208,10 @@ def store_a(ctx: IntraKdaCta, pairs: list[Pairs], out_gmem: IntraChunk) -> None:
 def scaled_block(ctx: IntraKdaCta, block: int, x: Reg) -> Reg:
     """x [C, BLOCK] of L^T with the scaling of beta on its rows and columns: see `beta_scaling.py`."""
     scaling = ctx.smem.beta_scaling
-    of_rows = plgpu.load(scaling.at[0, pl.ds(block * BLOCK, BLOCK)], layout=COLS)
-    of_columns = plgpu.load(scaling.at[1], layout=ROWS)
-    # Pinned, so that layout inference does not try every pair of layouts of one buffer.
-    x = x * pin(per_column(of_rows, CHUNK))
-    return x * pin(per_row(of_columns, BLOCK))
+    of_rows = load_with_layout(scaling.at[0, pl.ds(block * BLOCK, BLOCK)], COLS)
+    of_columns = load_with_layout(scaling.at[1], ROWS)
+    x = x * per_column(of_rows, CHUNK)
+    return x * per_row(of_columns, BLOCK)
 
 
 def run_chunk(ctx: IntraKdaCta, out_gmem: IntraKdaOutputs) -> None:

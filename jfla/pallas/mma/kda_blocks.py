@@ -3,15 +3,14 @@
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfla.pallas.common.decay_sums import GATE_SCALE
 from jfla.pallas.common.pair_passes import BLOCK, GREATEST, RANGE, SHIFT, passes_of
-from jfla.pallas.mgpu.copies import commit_smem
-from jfla.pallas.mgpu.iota import iota2d, per_row
-from jfla.pallas.mgpu.layouts import COLS, WGMMA
+from jfla.pallas.mgpu.copies import commit_smem, load_with_layout
+from jfla.pallas.mgpu.iota import iota, iota2d, per_row
+from jfla.pallas.mgpu.layouts import COLS, ROWS, WGMMA
 from jfla.pallas.mgpu.mma import dot, zeros
 from jfla.pallas.mgpu.smem import F16, F32, transposed
 from jfla.pallas.mgpu.types import Index, Reg, Smem
@@ -56,7 +55,7 @@ class ChunkDecays(NamedTuple):
 
     def tokens(self) -> tuple[Reg, Reg]:
         """[C, C]: the row and the column number of every element."""
-        row = per_row(lax.iota(jnp.int32, CHUNK) + self.zero, CHUNK)
+        row = per_row(iota(CHUNK, ROWS) + self.zero, CHUNK)
         return row, iota2d(1, CHUNK, self.line_smem)
 
     def _sums(self, added: Reg, subtracted: Reg | None = None) -> Reg:
@@ -76,7 +75,7 @@ def column_factor(columns: Reg, which_pass: Index) -> Reg:
 def num_passes(least_smem: Smem, block: int) -> Index:
     """How many passes a block takes, from the least of each row's sums [C]."""
     rows = least_smem.at[pl.ds(block * BLOCK, BLOCK)]
-    return passes_of(jnp.min(plgpu.load(rows, layout=COLS)))
+    return passes_of(jnp.min(load_with_layout(rows, COLS)))
 
 
 def block_rows(tile_smem: Smem, block: Index) -> Smem:
@@ -90,6 +89,6 @@ def block_rows(tile_smem: Smem, block: Index) -> Smem:
 def causal_columns(block: int, strictly: bool) -> Reg:
     """[C, BLOCK]: of A^T, column tokens by the rows of a block: True where the column is not behind the row."""
     shape = (CHUNK, BLOCK)
-    column = lax.broadcasted_iota(jnp.int32, shape, 0)
-    row = lax.broadcasted_iota(jnp.int32, shape, 1) + block * BLOCK
+    column = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=WGMMA)
+    row = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=WGMMA) + block * BLOCK
     return column < row if strictly else column <= row

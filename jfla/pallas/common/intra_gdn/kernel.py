@@ -38,6 +38,7 @@ from jfla.pallas.common.token_decay import pair_decay
 from jfla.pallas.mgpu.copies import (
     Copies,
     commit_smem,
+    load_with_layout,
     store_tile,
     wait_for_stores,
     write,
@@ -79,8 +80,8 @@ def write_row_factors(ctx: IntraGdnWarpgroup) -> None:
     """Writes token scalars, beta scaling and the factors of `FactoredQK` to shared memory."""
     vectors = ctx.vectors
     qk_norm = ctx.spec.options.qk_norm
-    log2_decay = plgpu.load(vectors.token_inputs.at[LOG2_DECAY], layout=COLS)
-    columns = pin(per_column(log2_decay, CHUNK))
+    log2_decay = load_with_layout(vectors.token_inputs.at[LOG2_DECAY], COLS)
+    columns = per_column(log2_decay, CHUNK)
     log2_cum = jnp.sum(
         jnp.where(ctx.lower_mask(), columns, zeros(CHUNK, CHUNK)), axis=1
     )
@@ -118,10 +119,11 @@ def decayed_dots(ctx: IntraGdnWarpgroup, which: int) -> Reg:
     products = [(left.at[tile], transposed(qk.k.at[tile])) for tile in tiles]
     x = dot(zeros(CHUNK, CHUNK), *products)
     if ctx.spec.options.qk_norm:
-        # Pinned, so that layout inference does not try every pair of layouts of one buffer.
-        x = x * pin(per_row(qk.inv_norm(which), CHUNK))
-        x = x * pin(per_column(qk.inv_norm(K), CHUNK))
-    return x * pair_decay(ctx.vectors.token_scalars.at[LOG2_CUM], qk.scale(which))
+        x = x * per_row(qk.inv_norm(which), CHUNK)
+        x = x * per_column(qk.inv_norm(K, COLS), CHUNK)
+    x = x * pair_decay(ctx.vectors.token_scalars.at[LOG2_CUM], qk.scale(which))
+    # Where it is: mixed with the store behind it, it leaves ptxas too few registers.
+    return pin(x)
 
 
 def compute_a_qk(ctx: IntraGdnWarpgroup, a_qk_gmem: Gmem) -> None:

@@ -28,10 +28,10 @@ from jfla.pallas.common.intra_gdn.smem import INV_NORMS, LOG2_CUM
 from jfla.pallas.common.qk_tiles import K, Q
 from jfla.pallas.common.results import KernelGrads
 from jfla.pallas.common.token_decay import pair_decay
+from jfla.pallas.mgpu.copies import load_with_layout
 from jfla.pallas.mgpu.iota import iota2d, per_column, per_row
 from jfla.pallas.mgpu.layouts import COLS, ROWS
 from jfla.pallas.mgpu.mma import dots, load, zeros
-from jfla.pallas.mgpu.opaque import pin
 from jfla.pallas.mgpu.smem import F32, transposed
 from jfla.pallas.mgpu.types import Gmem, Index, Layout, Reg, Smem
 from jfla.pallas.sm90.grads_gdn.smem import (
@@ -116,12 +116,11 @@ def write_pair_weights(ctx: GradsGdnWarpgroup, weights: Reg) -> None:
     weights = weights * pair_decay(token_scalars.at[LOG2_CUM])
     weights = weights * jnp.where(ctx.wg == Q, options.scale, -1.0)
     if options.qk_norm:
-        # Pinned, so that layout inference does not try every pair of layouts of one buffer.
         inv_norm_rows = per_row(ctx.inv_norm(ctx.wg), CHUNK)
-        weights = weights * pin(inv_norm_rows)
-        inv_norm_k = plgpu.load(token_scalars.at[INV_NORMS + K], layout=COLS)
+        weights = weights * inv_norm_rows
+        inv_norm_k = load_with_layout(token_scalars.at[INV_NORMS + K], COLS)
         inv_norm_columns = per_column(inv_norm_k, CHUNK)
-        weights = weights * pin(inv_norm_columns)
+        weights = weights * inv_norm_columns
     # Read again, so that the numbers from above are not live in registers meanwhile.
     column = iota2d(1, CHUNK, ctx.iota)
     row = iota2d(0, CHUNK)
@@ -163,7 +162,7 @@ def constant_norm_grads(ctx: GradsGdnWarpgroup, sums: SumsOverV) -> tuple[Reg, R
     g_terms.at[G_AFTER, tile][...] = _row_sum(k * dk_to_end)
     g_terms.at[G_CHUNK, tile][...] = sums.state_dot_dstate
     # The diagonal of W_q, which no decay multiplies.
-    diag_w_q = plgpu.load(ctx.smem.diagonals.at[Q], layout=ROWS)
+    diag_w_q = load_with_layout(ctx.smem.diagonals.at[Q], ROWS)
     diag_w_q = diag_w_q * options.scale
     if options.qk_norm:
         diag_w_q = diag_w_q * ctx.inv_norm(Q) * ctx.inv_norm(K)
@@ -239,7 +238,7 @@ def store_dg(ctx: GradsGdnWarpgroup, out_gmem: KernelGrads) -> None:
     @pl.when(ctx.channel_block == 0)
     def _():
         diagonal_smem = ctx.smem.diagonals.at[K]
-        v_new_dot_dv = plgpu.load(diagonal_smem, layout=ROWS)
+        v_new_dot_dv = load_with_layout(diagonal_smem, ROWS)
         v_new_dot_dv_gmem = ctx.global_chunk.tile(out_gmem.v_new_dot_dv)
         v_new_dot_dv_gmem[...] = v_new_dot_dv
 
@@ -257,7 +256,7 @@ def _store_tile(x: Reg, staging_smem: Smem, x_gmem: Gmem) -> None:
 def _sum_over_tiles(ctx: GradsGdnWarpgroup, vectors_smem: Smem, layout: Layout) -> Reg:
     """[C]: the sum of a vector of every tile."""
     lines = [vectors_smem.at[tile] for tile in range(ctx.spec.num_tiles)]
-    vectors = [plgpu.load(line, layout=layout) for line in lines]
+    vectors = [load_with_layout(line, layout) for line in lines]
     return functools.reduce(jnp.add, vectors)
 
 

@@ -34,6 +34,7 @@ from jfla.pallas.common.intra_gdn.smem import INV_NORMS
 from jfla.pallas.common.packed_rows import places_of
 from jfla.pallas.common.qk_tiles import QkOptions
 from jfla.pallas.heuristics import HOPPER_SMEM_BYTES
+from jfla.pallas.mgpu.copies import load_with_layout
 from jfla.pallas.mgpu.iota import iota_smem, per_row
 from jfla.pallas.mgpu.layouts import ROWS
 from jfla.pallas.mgpu.scheduler import WorkTile
@@ -188,11 +189,11 @@ class GradsGdnWarpgroup(NamedTuple):
 
     def row_factor(self, row: int) -> Reg:
         """[C, 64]: a row of `FactoredQK.factors`, the factor of every token."""
-        return per_row(plgpu.load(self.smem.factors.at[row], layout=ROWS), TILE_K)
+        return per_row(load_with_layout(self.smem.factors.at[row], ROWS), TILE_K)
 
     def inv_norm(self, which: Index) -> Reg:
         """[C]: 1 / norm of every token's q or k."""
-        return plgpu.load(self.smem.token_scalars.at[INV_NORMS + which], layout=ROWS)
+        return load_with_layout(self.smem.token_scalars.at[INV_NORMS + which], ROWS)
 
     def sync_warpgroups(self) -> None:
         """Waits for the other consumer; what either wrote to shared memory can then be read."""

@@ -20,16 +20,16 @@ from jfla.pallas.common.results import KernelGrads
 from jfla.pallas.mgpu.columns import join_columns, widened
 from jfla.pallas.mgpu.copies import (
     commit_smem,
+    load_with_layout,
     store_tile,
     wait_for_stores,
     write,
     write_transposed,
 )
-from jfla.pallas.mgpu.iota import per_column, per_row
+from jfla.pallas.mgpu.iota import iota, per_column, per_row
 from jfla.pallas.mgpu.layouts import COLS, ROWS
 from jfla.pallas.mgpu.mma import dot, dots, load, zeros
 from jfla.pallas.mgpu.moves import store_transposed_f32
-from jfla.pallas.mgpu.opaque import pin
 from jfla.pallas.mgpu.smem import BF16, F32, transposed
 from jfla.pallas.mgpu.types import Index, Reg
 from jfla.pallas.mgpu.warp_blocks import store_columns
@@ -128,8 +128,8 @@ def write_weights(ctx: GradsKdaWarpgroup, weights: Reg) -> None:
     """W_q by consumer 0 and W_k by consumer 1, strictly lower, and their diagonals: equation (13)."""
     zero = zeros(CHUNK, CHUNK)
     # Of an opaque zero, so that no element's number is kept from chunk to chunk.
-    row = per_row(lax.iota(jnp.int32, CHUNK) + ctx.zero, CHUNK)
-    column = per_column(lax.iota(jnp.int32, CHUNK) + ctx.zero, CHUNK)
+    row = per_row(iota(CHUNK, ROWS) + ctx.zero, CHUNK)
+    column = per_column(iota(CHUNK, COLS) + ctx.zero, CHUNK)
     diagonal = jnp.where(row == column, weights, zero)
     write(ctx.smem.diagonals.at[ctx.wg], jnp.sum(diagonal, axis=1))
     weights = jnp.where(column < row, weights, zero) * jnp.where(ctx.wg == Q, 1.0, -1.0)
@@ -163,7 +163,7 @@ def write_inv_norms(ctx: GradsKdaWarpgroup) -> None:
     inverse = []
     for which in (Q, K):
         lines = [square_norms.at[which, tile] for tile in range(ctx.spec.num_tiles)]
-        total: Any = sum(plgpu.load(line, layout=ROWS) for line in lines)
+        total: Any = sum(load_with_layout(line, ROWS) for line in lines)
         inverse.append(lax.rsqrt(total + NORM_EPSILON))
     if ctx.spec.num_tiles == KDA_CONSUMERS:
         ctx.sync_consumers()
@@ -175,9 +175,7 @@ def store_dq_dk(
     ctx: GradsKdaWarpgroup, dq: Blocks, dk: Blocks, out_gmem: KernelGrads
 ) -> None:
     """Adds pairs i = j; VJPs of the scale and, where all channels are here, of the norms; starts the stores."""
-    diagonal = pin(
-        per_column(plgpu.load(ctx.smem.diagonals.at[Q], layout=COLS), TILE_K)
-    )
+    diagonal = per_column(load_with_layout(ctx.smem.diagonals.at[Q], COLS), TILE_K)
     q, k = (all_tokens(ctx, which) for which in (Q, K))
     dq_all = (join_columns(dq) + diagonal * k) * ctx.spec.options.scale
     dk_all = join_columns(dk) + diagonal * q
@@ -200,7 +198,7 @@ def all_tokens(ctx: GradsKdaWarpgroup, which: int) -> Reg:
 
 def norm_vjp(ctx: GradsKdaWarpgroup, which: int, dx: Reg) -> Reg:
     """x = y / |y|, so dy = (dx - x (x . dx)) / |y|; x . dx takes all channels, of both consumers."""
-    inv_norm = plgpu.load(ctx.smem.square_norms.at[which, ctx.own_tile], layout=COLS)
+    inv_norm = load_with_layout(ctx.smem.square_norms.at[which, ctx.own_tile], COLS)
     x = all_tokens(ctx, which)
     if which == Q:
         x = x * (1.0 / ctx.spec.options.scale)
@@ -214,7 +212,7 @@ def norm_vjp(ctx: GradsKdaWarpgroup, which: int, dx: Reg) -> Reg:
     ones = (zeros(CHUNK, CHUNK) + one).astype(BF16)
     tiles = [products.at[ctx.zero + n] for n in range(ctx.spec.num_tiles)]
     norm_dot = dot(zeros(CHUNK, CHUNK), *[(ones, tile) for tile in tiles])
-    return (dx - x * norm_dot) * pin(per_column(inv_norm, TILE_K))
+    return (dx - x * norm_dot) * per_column(inv_norm, TILE_K)
 
 
 def store_v_new_dot_dv(ctx: GradsKdaWarpgroup, out_gmem: KernelGrads) -> None:
@@ -223,7 +221,7 @@ def store_v_new_dot_dv(ctx: GradsKdaWarpgroup, out_gmem: KernelGrads) -> None:
     @pl.when((ctx.wg == K) & (ctx.part.first_tile == 0))
     def _():
         target = ctx.index.tile(out_gmem.v_new_dot_dv)
-        target[...] = plgpu.load(ctx.smem.diagonals.at[K], layout=ROWS)
+        target[...] = load_with_layout(ctx.smem.diagonals.at[K], ROWS)
 
 
 def _zero_rows() -> Reg:

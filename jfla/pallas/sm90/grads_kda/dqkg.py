@@ -34,7 +34,6 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfla.pallas.common.chunk_index import TILE_K
 from jfla.pallas.common.decay_sums import (
@@ -57,7 +56,7 @@ from jfla.pallas.mgpu.columns import (
     split_columns,
     widened,
 )
-from jfla.pallas.mgpu.copies import write
+from jfla.pallas.mgpu.copies import load_with_layout, write
 from jfla.pallas.mgpu.iota import per_column, per_row
 from jfla.pallas.mgpu.layouts import COLS, ROWS
 from jfla.pallas.mgpu.mma import dots, load, short_dot, zeros
@@ -96,11 +95,10 @@ def qk_block(ctx: GradsKdaWarpgroup, which: int, block: int) -> Reg:
     tokens = pl.ds(block * BLOCK, BLOCK)
     x = widened(load(transposed(tiles.at[ctx.own_tile].at[tokens])))
     if options.qk_norm:
-        inv_norm = plgpu.load(
-            ctx.smem.square_norms.at[which, ctx.own_tile, tokens], layout=COLS
+        inv_norm = load_with_layout(
+            ctx.smem.square_norms.at[which, ctx.own_tile, tokens], COLS
         )
-        # Pinned, so that layout inference does not try every pair of layouts of one buffer.
-        x = x * pin(per_column(inv_norm, TILE_K))
+        x = x * per_column(inv_norm, TILE_K)
     return x * options.scale if which == Q else x
 
 
@@ -114,7 +112,7 @@ def grads_of_states(
         for block, x in enumerate(split_columns(dk_end, BLOCK))
     ]
     y = [qk_block(ctx, K, block) * x for block, x in enumerate(dk_end_blocks)]
-    dg_chunk = plgpu.load(ctx.smem.dg_chunk.at[ctx.own_tile], layout=ROWS)
+    dg_chunk = load_with_layout(ctx.smem.dg_chunk.at[ctx.own_tile], ROWS)
     before = transposed(ctx.smem.after.at[ctx.zero])  # of a sum over earlier tokens
     dg = sum_over_tokens(per_row(dg_chunk, CHUNK), join_columns(y), before)
     ctx.for_own_rows(dg_gmem, functools.partial(store_transposed_f32, dg))
@@ -144,7 +142,7 @@ def sum_over_tokens(acc: Reg, x: Reg, matrix_smem: Gmem) -> Reg:
 
 def add_pairs(ctx: GradsKdaWarpgroup, grads: Grads) -> Grads:
     """What pairs of tokens give, in as many passes as the block that loses most takes."""
-    least = plgpu.load(ctx.smem.least.at[ctx.own_tile], layout=COLS)
+    least = load_with_layout(ctx.smem.least.at[ctx.own_tile], COLS)
 
     def one_pass(which_pass: Index, grads: Grads) -> Grads:
         return add_pass(ctx.recompute_addresses(), which_pass, grads)
@@ -223,7 +221,7 @@ def finish_dg(ctx: GradsKdaWarpgroup, z: Blocks, dg_gmem: Gmem) -> None:
 
 def write_dg_chunk(ctx: GradsKdaWarpgroup, state_dot_dstate: Reg) -> None:
     """chunk_decay * rowsum_v(S * dS): the cotangent of the sum of all g."""
-    chunk_decay = plgpu.load(
-        ctx.smem.block_decay.at[ctx.own_tile, ALL_TOKENS], layout=ROWS
+    chunk_decay = load_with_layout(
+        ctx.smem.block_decay.at[ctx.own_tile, ALL_TOKENS], ROWS
     )
     write(ctx.smem.dg_chunk.at[ctx.own_tile], state_dot_dstate * chunk_decay)

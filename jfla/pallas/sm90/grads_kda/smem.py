@@ -35,10 +35,11 @@ from jfla.pallas.common.pair_passes import BLOCK, SHIFT
 from jfla.pallas.common.qk_tiles import QkgOperands, QkOptions, QkTiles
 from jfla.pallas.common.results import KernelGrads
 from jfla.pallas.heuristics import HOPPER_SMEM_BYTES
+from jfla.pallas.mgpu.copies import load_with_layout
 from jfla.pallas.mgpu.iota import per_row
 from jfla.pallas.mgpu.layouts import ROWS
 from jfla.pallas.mgpu.mma import dot, dots, filled, zeros
-from jfla.pallas.mgpu.opaque import opaque_zero, pin
+from jfla.pallas.mgpu.opaque import opaque_zero
 from jfla.pallas.mgpu.scheduler import WorkTile
 from jfla.pallas.mgpu.smem import BF16, F16, F32, num_bytes, tile_smem, transposed
 from jfla.pallas.mgpu.types import Barrier, Gmem, Index, MemorySpec, Reg, Smem
@@ -228,8 +229,8 @@ class GradsKdaWarpgroup(NamedTuple):
 
     def block_decay(self, span: int) -> Reg:
         """[64, BLOCK]: of every channel the decay over one of `block_spans`."""
-        decay = plgpu.load(self.smem.block_decay.at[self.own_tile, span], layout=ROWS)
-        return pin(per_row(decay, BLOCK))
+        decay = load_with_layout(self.smem.block_decay.at[self.own_tile, span], ROWS)
+        return per_row(decay, BLOCK)
 
     def sync_consumers(self) -> None:
         """Waits for the other consumer; what either wrote to shared memory can then be read."""

@@ -92,7 +92,7 @@ def load_decays(ctx: IntraKdaWarpgroup) -> None:
     plgpu.barrier_wait(ctx.barriers.qk_full.at[2 * tile + slot])
     bias = None if smem.bias is None else smem.bias.at[slot, tile]
     resets = None if smem.resets is None else smem.resets.at[slot, tile]
-    log2_decay = qk.scaled_log2_decay(raw, ctx.gmem.qkg, bias, resets)
+    log2_decay = qk.scaled_log2_decay(raw, ctx.gmem.qkg, bias, resets, layout)
     write(smem.log2_decay.at[tile], log2_decay, layout)
     if qk.options.qk_norm:
         qk.write_square_norms(tile, None if ctx.has_all_channels else ctx.gmem.qkg)

@@ -18,6 +18,7 @@ from jfla.pallas.common.pair_passes import BLOCK, NUM_BLOCKS
 from jfla.pallas.common.qk_tiles import K, Q
 from jfla.pallas.mgpu.copies import (
     commit_smem,
+    load_with_layout,
     store_from_layout,
     store_tile,
     wait_for_stores,
@@ -26,7 +27,6 @@ from jfla.pallas.mgpu.copies import (
 from jfla.pallas.mgpu.iota import per_column, per_row
 from jfla.pallas.mgpu.layouts import COLS, ROWS
 from jfla.pallas.mgpu.mma import dots, zeros
-from jfla.pallas.mgpu.opaque import pin
 from jfla.pallas.mgpu.smem import BF16, F16, transposed
 from jfla.pallas.mgpu.triangular import TriangularInverse
 from jfla.pallas.mgpu.types import Gmem, Index, Reg, Smem
@@ -138,11 +138,10 @@ def store_a(ctx: IntraKdaWarpgroup, pairs: Pairs, outputs: IntraKdaOutputs) -> N
 
 def scaled_block(x: Reg, block: int, scaling_smem: Smem) -> Reg:
     """x [C, BLOCK] of L^T with the scaling of beta on its rows and columns: see `beta_scaling.py`."""
-    of_rows = plgpu.load(scaling_smem.at[0, pl.ds(block * BLOCK, BLOCK)], layout=COLS)
-    of_columns = plgpu.load(scaling_smem.at[1], layout=ROWS)
-    # Pinned, so that layout inference does not try every pair of layouts of one buffer.
-    x = x * pin(per_column(of_rows, CHUNK))
-    return x * pin(per_row(of_columns, BLOCK))
+    of_rows = load_with_layout(scaling_smem.at[0, pl.ds(block * BLOCK, BLOCK)], COLS)
+    of_columns = load_with_layout(scaling_smem.at[1], ROWS)
+    x = x * per_column(of_rows, CHUNK)
+    return x * per_row(of_columns, BLOCK)
 
 
 def store_block_sums(

@@ -18,7 +18,12 @@ from jfla.pallas.common.packed_rows import INPUTS, places_of
 from jfla.pallas.common.pair_passes import BLOCK, NUM_BLOCKS, SHIFT, passes_of
 from jfla.pallas.common.qk_tiles import QkgOperands, QkOptions, QkTiles
 from jfla.pallas.context import interpreting
-from jfla.pallas.mgpu.copies import Copies, commit_smem, prefetch_to_l2
+from jfla.pallas.mgpu.copies import (
+    Copies,
+    commit_smem,
+    load_with_layout,
+    prefetch_to_l2,
+)
 from jfla.pallas.mgpu.layouts import COLS
 from jfla.pallas.mgpu.mma import dot, filled, zeros
 from jfla.pallas.mgpu.opaque import opaque_zero
@@ -230,7 +235,7 @@ class IntraKdaWarpgroup(NamedTuple):
 
     def num_passes(self, tile: Index) -> Index:
         """How many passes the pairs of a tile of channels take."""
-        least = plgpu.load(self.smem.least.at[self.slot, tile], layout=COLS)
+        least = load_with_layout(self.smem.least.at[self.slot, tile], COLS)
         return passes_of(jnp.min(least))
 
     def sync_channel_warpgroups(self) -> None:
