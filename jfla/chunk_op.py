@@ -18,7 +18,6 @@ from jfla.pallas.arrays import gate_cotangents
 from jfla.pallas.context import interpreted
 from jfla.pallas.dims import Dims, dims_of
 from jfla.pallas.heuristics import Schedule, schedule_of_part
-from jfla.pallas.mgpu.kernel_call import lowered_first
 from jfla.parallel import dims
 from jfla.parallel.sequence import across_devices
 from jfla.parallel.sharding import compiler_partitioned
@@ -183,7 +182,7 @@ class _Rule:
         self, inputs: Inputs, residuals: Residuals, d_output: DeltaRuleOutput
     ) -> Inputs:
         # The backward may be traced outside the contexts in which the forward was traced.
-        with interpreted(self.plan.interpret), lowered_first():
+        with interpreted(self.plan.interpret):
             return _backward(inputs, self.options, self.plan, residuals, d_output)
 
     def plain(self, inputs: Inputs) -> DeltaRuleOutput:

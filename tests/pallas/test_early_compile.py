@@ -1,6 +1,5 @@
 """Kernels as programs of their own: the same bytes in every program, and compiled by threads before it is."""
 
-import gc
 import os
 
 import jax
@@ -9,7 +8,7 @@ import pytest
 
 import jfla
 from benchmarks.h200 import H200
-from jfla.pallas.mgpu import early_compile, kernel_call
+from jfla.pallas.mgpu import early_compile
 
 
 def _lowered(scale, sharding=None):
@@ -42,74 +41,6 @@ def test_nothing_is_compiled_early_for_a_described_gpu(monkeypatch):
     monkeypatch.setattr(jax, "local_devices", lambda **_: jax.devices())
     _lowered(3)
     assert begun == {}
-
-
-BACKWARD = ["jfla_intra_gdn", "jfla_backward_scans", "jfla_grads_gdn"]
-
-
-def _traced_gradients():
-    """Of a GDN call, for an H200."""
-
-    def loss(*main):
-        output = jfla.chunk_gdn(*main, implementation="pallas").output
-        return jnp.sum(output.astype(jnp.float32))
-
-    tokens = jax.ShapeDtypeStruct((1, 128, 2, 128), jnp.bfloat16)
-    gates = jax.ShapeDtypeStruct((1, 128, 2), jnp.float32)
-    with jfla.pallas.compiling_for("9.0"):
-        grads = jax.jit(jax.grad(loss, argnums=range(5)))
-        return grads.trace(tokens, tokens, tokens, gates, gates)
-
-
-@pytest.fixture
-def begun(monkeypatch):
-    """Names of the kernels in the order in which their code was asked for."""
-    names = []
-    begin = kernel_call._begin
-
-    def noting(call, operands):
-        names.append(call.name)
-        return begin(call, operands)
-
-    jax.clear_caches()
-    gc.collect()
-    monkeypatch.setattr(kernel_call, "_begin", noting)
-    return names
-
-
-def test_kernels_of_the_backward_are_lowered_before_others(begun):
-    """They compile longest. The last is the first, and each is asked for again where the program has it."""
-    traced = _traced_gradients()
-    with jfla.pallas.compiling_for("9.0"):
-        traced.lower(lowering_platforms=("cuda",))
-    assert begun == [*BACKWARD[::-1], "jfla_intra_gdn", "jfla_output_scan", *BACKWARD]
-
-
-def test_a_backward_that_nobody_lowers_is_forgotten(begun):
-    traced = _traced_gradients()
-    del traced
-    jax.clear_caches()
-    gc.collect()
-    _lowered(7)
-    assert begun
-    assert "jfla_grads_gdn" not in begun
-
-
-def test_a_kernel_that_cannot_be_lowered_first_fails_in_its_own_program(
-    begun, monkeypatch
-):
-    def refuse(call, operands):
-        begun.append(call.name)
-        raise NotImplementedError(call.name)
-
-    traced = _traced_gradients()
-    monkeypatch.setattr(kernel_call, "_begin", refuse)
-    with (
-        jfla.pallas.compiling_for("9.0"),
-        pytest.raises(NotImplementedError, match="jfla_intra_gdn"),
-    ):
-        traced.lower(lowering_platforms=("cuda",))
-    assert begun == [*BACKWARD[::-1], "jfla_intra_gdn"]
 
 
 @pytest.mark.aot

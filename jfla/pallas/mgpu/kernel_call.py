@@ -1,17 +1,13 @@
 """A call of a kernel in a program: shapes of its results at once, its code when the program is lowered.
 
 Nothing of a kernel is traced while the program is. When it is lowered, the kernel's code is looked up or made, and a
-thread compiles it while Python goes on with the next kernel. Those that compile longest, of the backward, would be the
-last; `lowered_first` has them lowered before the others, so that less of their compilation is waited for.
+thread compiles it while Python goes on with the next kernel.
 """
 
-import contextlib
 import contextvars
 import dataclasses
 import functools
-import threading
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +18,7 @@ from jax.interpreters import mlir
 
 from jfla.pallas.context import target
 from jfla.pallas.mgpu import early_compile
-from jfla.pallas.mgpu.kernel_code import KernelCode, code_of
+from jfla.pallas.mgpu.kernel_code import code_of
 
 # Arrays to the kernel's results and, behind them, what its references are left with.
 OnArrays = Callable[..., Sequence[Any]]
@@ -59,24 +55,6 @@ class _Call:
         return self.context.copy().run(lower)
 
 
-_IS_FIRST: contextvars.ContextVar[bool] = contextvars.ContextVar(
-    "jfla_lowered_first", default=False
-)
-# Calls in programs that are not lowered yet, and what their operands are.
-_FIRST: weakref.WeakKeyDictionary[_Call, list[Any]] = weakref.WeakKeyDictionary()
-_FIRST_LOCK = threading.Lock()
-
-
-@contextlib.contextmanager
-def lowered_first() -> Iterator[None]:
-    """Calls made inside are lowered when any kernel is, the last of them first."""
-    token = _IS_FIRST.set(True)
-    try:
-        yield
-    finally:
-        _IS_FIRST.reset(token)
-
-
 def call(
     name: str,
     kernel: OnArrays,
@@ -96,9 +74,6 @@ def call(
         jax.config.jax_enable_x64,
         jax.config.jax_default_matmul_precision,
     )
-    if _IS_FIRST.get() and fingerprint is not None:
-        with _FIRST_LOCK:
-            _FIRST[deferred] = [jax.typeof(x) for x in operands]
     # The results are in the mesh of the caller, as arrays are that are made here.
     made = jax.make_jaxpr(lambda: [jnp.zeros(x.shape, x.dtype) for x in outputs])()
     return _kernel_p.bind(*operands, call=deferred, out_avals=tuple(made.out_avals))
@@ -124,26 +99,13 @@ def _lower(ctx: Any, *operands: Any, call: _Call, out_avals: Any) -> Any:
     if ctx.is_forward_compat():
         whole = mlir.lower_fun(jax.jit(call.kernel), multiple_results=True)
         return call.context.copy().run(whole, ctx, *operands)
-    with _FIRST_LOCK:
-        first = list(_FIRST.items())
-        _FIRST.clear()
-    for earlier, operand_avals in reversed(first):
-        # What fails fails again, and is reported, where its own program has it.
-        with contextlib.suppress(Exception):
-            _begin(earlier, operand_avals)
-    code = _begin(call, ctx.avals_in)
+    code = code_of(call.fingerprint, lambda: call.lowered(ctx.avals_in))
+    early_compile.begin(code, ctx.avals_in, call.context.copy().run(target))
 
     # Inside shard_map only some operands may vary over the mesh; a call of XLA's takes all of them or none.
     plain = lambda avals: [ShapedArray(x.shape, x.dtype) for x in avals]
     ctx = ctx.replace(avals_in=plain(ctx.avals_in), avals_out=plain(ctx.avals_out))
     return mlir.lower_fun(code, multiple_results=True)(ctx, *operands)
-
-
-def _begin(call: _Call, operands: Sequence[Any]) -> KernelCode:
-    """The kernel's code, which a thread compiles from now on."""
-    code = code_of(call.fingerprint, lambda: call.lowered(operands))
-    early_compile.begin(code, operands, call.context.copy().run(target))
-    return code
 
 
 _kernel_p = Primitive("jfla_kernel")
