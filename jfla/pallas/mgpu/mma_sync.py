@@ -51,22 +51,22 @@ def mma_sync(acc: Reg, a: Reg | Smem, b: Smem, first_column: int = 0) -> Reg:
     )
     def run(_: InlineContext, acc: Fragments, a: Fragments, b: MemRef) -> Fragments:
         layouts = mosaic.MMALayouts(b_smem.dtype)
-        operands = _OperandLoader(layouts, ir.MemRefType(b.type).element_type)
+        loader = _OperandLoader(layouts, ir.MemRefType(b.type).element_type)
         acc_layout = acc.layout
         acc = _renumbered(acc, layouts.acc, _ACC_TILE)
         if in_registers:
             a = _renumbered(a, layouts.lhs, _LHS_TILE)
         else:
-            a = operands.left(a, a_transposed)
+            a = loader.left(a, a_transposed)
         rows = acc.shape[1] if b_transposed else a.shape[1]
         for first in range(0, rows, _STEP):
             step = slice(first, first + _STEP)
             if b_transposed:
-                part = operands.right_transposed(b, first, a.shape[1])
+                part = loader.right_transposed(b, first, a.shape[1])
                 acc[:, step] = mosaic.mma(acc[:, step], a, part)
             else:
                 columns = slice(first_column, first_column + acc.shape[1])
-                part = operands.right(b, first, columns)
+                part = loader.right(b, first, columns)
                 acc = mosaic.mma(acc, a[:, step], part)
         return _renumbered(acc, acc_layout, _ACC_TILE)
 
@@ -86,7 +86,7 @@ def _untransposed(x: Reg | Smem) -> tuple[Any, bool]:
 
 
 class _OperandLoader:
-    """Loads of one product; a lane's place in them is made once."""
+    """Loads the operands of one product from shared memory; a lane's place in tiles is made once."""
 
     def __init__(self, layouts: Any, element: ir.Type) -> None:
         thread = Thread()
