@@ -76,6 +76,15 @@ def test_values_and_gradients(call):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(
+    "call", [x for x in CALLS if max(x.key_dim, x.value_dim) <= 128], ids=str
+)
+def test_values_and_gradients_by_mma_sync(call):
+    with jfla.pallas.mma_kernels():
+        check(call, by_kernels(call.op))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("op", ["kda", "gdn"])
 def test_the_same_bits_twice(op):
     arrays, rest = inputs(

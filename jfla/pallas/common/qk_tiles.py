@@ -18,7 +18,7 @@ from jfla.pallas.common.gate import (
     with_resets,
 )
 from jfla.pallas.mgpu.copies import Copies, commit_smem, load_with_layout
-from jfla.pallas.mgpu.iota import iota2d, per_column, per_row
+from jfla.pallas.mgpu.iota import per_column, per_row, row_numbers
 from jfla.pallas.mgpu.layouts import COLS, ROWS, WGMMA
 from jfla.pallas.mgpu.mma import load, zeros
 from jfla.pallas.mgpu.moves import load_rows
@@ -172,7 +172,7 @@ class QkTiles(NamedTuple):
             strongest=STRONGEST_OF_CHANNEL,
         )
         if not self.options.no_gate and self.options.time % CHUNK:
-            token = iota2d(0, CHUNK) + self.index.chunk * CHUNK
+            token = row_numbers(CHUNK) + self.index.chunk * CHUNK
             decay = jnp.where(token < self.options.time, decay, zeros(CHUNK, TILE_K))
         if resets_smem is not None:
             resets = load_with_layout(resets_smem, layout.reduce(1))

@@ -73,8 +73,9 @@ def _lines(ref: Gmem | Smem) -> list[Gmem | Smem]:
 
 
 def write(target_smem: Smem, x: Reg, layout: Layout | None = None) -> None:
-    """x, a tile or a line of rows, into shared memory; on Hopper without the barriers that Pallas puts around it.
+    """x, a tile or a line of rows, into shared memory, without the barriers that Pallas puts around it.
 
+    (A line that another GPU than Hopper writes still has them.)
     Everything that was read there must have been committed, and so must be what is written before it is read.
     """
     if interpreting() or (not on_hopper() and len(x.shape) == 1):
@@ -125,12 +126,12 @@ def wait_for_stores(read_only: bool = False) -> None:
 
 
 def load_with_layout(ref: Gmem | Smem, layout: Layout) -> Reg:
-    """An array of global or shared memory in the registers that `layout` says, without TMA."""
+    """An array of global or shared memory in `layout`, without TMA, whatever bank conflicts that has."""
     return plgpu.load(ref, layout=layout, optimized=False)
 
 
 def store_from_layout(ref: Gmem | Smem, x: Reg) -> None:
-    """Registers to global or shared memory as they lie, without TMA; JAX must not plan it for the banks."""
+    """Registers to global or shared memory as they lie, without TMA, whatever bank conflicts that has."""
     if hasattr(plgpu, "store"):
         plgpu.store(ref, x, optimized=False)
     else:  # JAX 0.11

@@ -37,14 +37,17 @@ def write_iota(line_smem: Smem) -> None:
     commit_smem()
 
 
-def iota2d(axis: int, size: int, line_smem: Smem = None) -> Reg:
-    """[size, size]: the row (axis 0) or column (axis 1) number of every element.
+def row_numbers(size: int) -> Reg:
+    """[size, size]: the number of every element's row.
 
-    Broadcast from one line: a two-dimensional iota holds a register for every element. LLVM hoists even the line of
-    columns out of the loop over tiles; from `line_smem` (see `write_iota`) it is read when it is needed.
+    Broadcast from one line: a two-dimensional iota holds a register for every element.
     """
-    layout = ROWS if axis == 0 else COLS
-    line = (
-        iota(size, layout) if line_smem is None else load_with_layout(line_smem, layout)
-    )
-    return per_row(line, size) if axis == 0 else per_column(line, size)
+    return per_row(iota(size, ROWS), size)
+
+
+def column_numbers(line_smem: Smem) -> Reg:
+    """[size, size]: the number of every element's column, from a line of `write_iota`.
+
+    LLVM would hoist a line that is made of constants out of the loop over tiles; this one is read where it is needed.
+    """
+    return per_column(load_with_layout(line_smem, COLS), line_smem.shape[0])

@@ -85,7 +85,7 @@ def launch(
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
-            # Every layout is said. To infer them takes two thirds of the time in which KDA's kernels are lowered.
+            # Loads and casts name their layouts. Inferring them takes two thirds of the time of lowering KDA's kernels.
             lowering_semantics=LoweringSemantics.Lane,
             unsafe_no_auto_barriers=not auto_barriers,
             reduction_scratch_bytes=_REDUCTION_BYTES if reduces_across_warps else 0,

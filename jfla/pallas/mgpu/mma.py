@@ -26,7 +26,10 @@ Products = list[tuple[Operand, Smem]]
 
 
 def load(ref: Smem) -> Reg:
-    """A tile, or a square of float32, in the accumulator's layout."""
+    """A tile, or a buffer of float32, in the accumulator's layout.
+
+    Asked for a load without bank conflicts, JAX raises an error where it finds none, as for float32 without a swizzle.
+    """
     return plgpu.load(ref, layout=WGMMA, optimized=is_tile(ref))
 
 

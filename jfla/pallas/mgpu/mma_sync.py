@@ -2,8 +2,8 @@
 
 The accumulator lies as wgmma's does, and a tile of 16 bits in that layout holds in each thread what mma.sync's left
 operand wants there: registers are renumbered, nothing moves between threads. From shared memory operands come by
-ldmatrix, with addresses from a thread index that is read anew for each product: LLVM would keep those of Mosaic's own
-loads from chunk to chunk, and ptxas would spill them.
+ldmatrix, with addresses from a new thread index for each product: LLVM would keep those of Mosaic's own loads from
+chunk to chunk, and ptxas would spill them.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
-from jfla.pallas.mgpu.layouts import WGMMA
+from jfla.pallas.mgpu.layouts import TILE_ROWS, WGMMA
 from jfla.pallas.mgpu.smem import tile_transforms, transposed
 from jfla.pallas.mgpu.thread import HALVES, PART, Thread, multiply_add
 from jfla.pallas.mgpu.tile_moves import VECTORS, MatrixLane, TileAddresses
@@ -96,7 +96,7 @@ class _OperandLoader:
         self._warp_blocks = multiply_add(thread.warp, HALVES, self._lane.half)
 
     def left(self, tile: MemRef, transpose: bool) -> Fragments:
-        """[64, columns] of a tile, or of the transposed view of one with 64 columns; a warp has 16 rows."""
+        """[TILE_ROWS, columns] of a tile, or of the transposed view of one with 64 columns; a warp has 16 rows."""
         lane = self._lane
         address = TileAddresses(tile, lane.row)
         row_tiles, column_tiles, *_ = ir.MemRefType(tile.type).shape
@@ -108,7 +108,9 @@ class _OperandLoader:
             else:
                 place = address.of(self._warp_blocks, lane.neighbour, first_number=part)
             registers += self._ldmatrix(place, transpose)
-        return self._fragments(registers, self._layouts.lhs, (64, num_parts * PART))
+        return self._fragments(
+            registers, self._layouts.lhs, (TILE_ROWS, num_parts * PART)
+        )
 
     def right(self, tile: MemRef, first: int, columns: slice) -> Fragments:
         """[16, columns] of a tile, from row `first` on."""

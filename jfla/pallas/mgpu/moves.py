@@ -1,4 +1,4 @@
-"""Arrays in registers from and to global memory, with addresses from a thread index that is read anew for each move."""
+"""Arrays in registers from and to global memory, with addresses from a new thread index for each move."""
 
 import functools
 from typing import Any

@@ -62,9 +62,10 @@ _of_transform: Callable[[Any], Any] = _CORE.to_gpu_transform
 def row_tiles(transform: Any) -> Any:
     """Mosaic's transform of a reference, with tiles that overlap in global memory."""
     found = _of_transform(transform)
-    if isinstance(found, TileTransform) and found.tiling[0] == ROWS:
-        return RowTileTransform(found.tiling)
-    return found
+    if not isinstance(found, TileTransform):
+        return found
+    of_rows = len(found.tiling) == 2 and found.tiling[0] == ROWS
+    return RowTileTransform(found.tiling) if of_rows else found
 
 
 _CORE.to_gpu_transform = row_tiles

@@ -1,7 +1,7 @@
 """Tiles of 16 bits in shared memory from registers, as they lie or transposed, and where their parts lie.
 
-Addresses follow from a thread index that is read anew for each move. LLVM would hoist what follows from the same index
-out of the loop over chunks, and ptxas would spill it.
+Addresses follow from a new thread index for each move (`new_thread_idx`). LLVM would hoist what follows from a shared
+index out of the loop over chunks, and ptxas would spill it.
 
 The stores have no barriers: everything that was read there must have been committed, and so must be what is written
 before it is read.

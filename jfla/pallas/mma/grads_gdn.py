@@ -38,8 +38,8 @@ from jfla.pallas.mgpu.copies import (
     store_from_layout,
 )
 from jfla.pallas.mgpu.iota import (
+    column_numbers,
     iota,
-    iota2d,
     iota_smem,
     per_column,
     per_row,
@@ -110,7 +110,7 @@ class GradsGdnCta(NamedTuple):
     def tokens(self) -> tuple[Reg, Reg]:
         """[C, C]: the row and the column number of every element."""
         row = per_row(iota(CHUNK, ROWS) + self.zero, CHUNK)
-        return row, iota2d(1, CHUNK, self.smem.iota.at[0])
+        return row, column_numbers(self.smem.iota.at[0])
 
 
 def load_values(ctx: GradsGdnCta, v_tile: Index, copies: Copies) -> None:

@@ -9,7 +9,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jfla.pallas.common.decay_sums import GATE_SCALE
 from jfla.pallas.common.pair_passes import BLOCK, GREATEST, RANGE, SHIFT, passes_of
 from jfla.pallas.mgpu.copies import commit_smem, load_with_layout
-from jfla.pallas.mgpu.iota import iota, iota2d, per_row
+from jfla.pallas.mgpu.iota import column_numbers, iota, per_row
 from jfla.pallas.mgpu.layouts import COLS, ROWS, WGMMA
 from jfla.pallas.mgpu.mma import dot, zeros
 from jfla.pallas.mgpu.smem import F16, F32, transposed
@@ -56,7 +56,7 @@ class ChunkDecays(NamedTuple):
     def tokens(self) -> tuple[Reg, Reg]:
         """[C, C]: the row and the column number of every element."""
         row = per_row(iota(CHUNK, ROWS) + self.zero, CHUNK)
-        return row, iota2d(1, CHUNK, self.line_smem)
+        return row, column_numbers(self.line_smem)
 
     def _sums(self, added: Reg, subtracted: Reg | None = None) -> Reg:
         zero = zeros(CHUNK, CHUNK)

@@ -122,7 +122,7 @@ def decayed_dots(ctx: IntraGdnWarpgroup, which: int) -> Reg:
         x = x * per_row(qk.inv_norm(which), CHUNK)
         x = x * per_column(qk.inv_norm(K, COLS), CHUNK)
     x = x * pair_decay(ctx.vectors.token_scalars.at[LOG2_CUM], qk.scale(which))
-    # Where it is: mixed with the store behind it, it leaves ptxas too few registers.
+    # Pinned: ptxas would mix these products with the store of their result, and spill registers.
     return pin(x)
 
 

@@ -16,7 +16,7 @@ from jfla.pallas.common.qk_tiles import QkOptions, QkTiles
 from jfla.pallas.common.results import RingChunks
 from jfla.pallas.context import interpreting
 from jfla.pallas.machine import on_hopper
-from jfla.pallas.mgpu.iota import iota2d, iota_smem
+from jfla.pallas.mgpu.iota import column_numbers, iota_smem, row_numbers
 from jfla.pallas.mgpu.opaque import opaque_zero
 from jfla.pallas.mgpu.scheduler import WorkTile
 from jfla.pallas.mgpu.smem import F16, F32, tile_smem
@@ -186,7 +186,7 @@ class IntraGdnWarpgroup(NamedTuple):
 
     def lower_mask(self) -> Reg:
         """[C, C]: True up to the diagonal."""
-        return iota2d(1, CHUNK, self.vectors.iota) <= iota2d(0, CHUNK)
+        return column_numbers(self.vectors.iota) <= row_numbers(CHUNK)
 
 
 def intra_gdn_spec(

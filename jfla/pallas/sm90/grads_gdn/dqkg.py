@@ -29,7 +29,7 @@ from jfla.pallas.common.qk_tiles import K, Q
 from jfla.pallas.common.results import KernelGrads
 from jfla.pallas.common.token_decay import pair_decay
 from jfla.pallas.mgpu.copies import load_with_layout
-from jfla.pallas.mgpu.iota import iota2d, per_column, per_row
+from jfla.pallas.mgpu.iota import column_numbers, per_column, per_row, row_numbers
 from jfla.pallas.mgpu.layouts import COLS, ROWS
 from jfla.pallas.mgpu.mma import dots, load, zeros
 from jfla.pallas.mgpu.smem import F32, transposed
@@ -109,8 +109,8 @@ def write_pair_weights(ctx: GradsGdnWarpgroup, weights: Reg) -> None:
     token_scalars = ctx.smem.token_scalars
     diagonal_smem = ctx.smem.diagonals.at[ctx.wg]
     weights_smem = ctx.smem.weights.at[ctx.wg]
-    row = iota2d(0, CHUNK)
-    column = iota2d(1, CHUNK, ctx.iota)
+    row = row_numbers(CHUNK)
+    column = column_numbers(ctx.iota)
     diagonal = jnp.where(row == column, weights, zero)
     diagonal_smem[...] = _row_sum(diagonal)
     weights = weights * pair_decay(token_scalars.at[LOG2_CUM])
@@ -122,8 +122,8 @@ def write_pair_weights(ctx: GradsGdnWarpgroup, weights: Reg) -> None:
         inv_norm_columns = per_column(inv_norm_k, CHUNK)
         weights = weights * inv_norm_columns
     # Read again, so that the numbers from above are not live in registers meanwhile.
-    column = iota2d(1, CHUNK, ctx.iota)
-    row = iota2d(0, CHUNK)
+    column = column_numbers(ctx.iota)
+    row = row_numbers(CHUNK)
     strictly_lower = jnp.where(column < row, weights, zero)
     weights_smem[...] = strictly_lower.astype(weights_smem.dtype)
 
@@ -226,8 +226,8 @@ def store_dg(ctx: GradsGdnWarpgroup, out_gmem: KernelGrads) -> None:
     after = columns(G_AFTER)
     of_chunk = columns(G_CHUNK)
     # The decay of token i is in the sums up to tokens j >= i, and in those after tokens j < i.
-    column = iota2d(1, CHUNK, ctx.iota)
-    row = iota2d(0, CHUNK)
+    column = column_numbers(ctx.iota)
+    row = row_numbers(CHUNK)
     terms = jnp.where(column >= row, up_to, after)
     terms = terms + of_chunk * ctx.smem.factors[CHUNK_DECAY, 0]
     dg = _row_sum(terms)
