@@ -53,7 +53,8 @@ def mma_sync(acc: Reg, a: Reg | Smem, b: Smem, first_column: int = 0) -> Reg:
         layouts = mosaic.MMALayouts(b_smem.dtype)
         loader = _OperandLoader(layouts, ir.MemRefType(b.type).element_type)
         acc_layout = acc.layout
-        acc = _renumbered(acc, layouts.acc, _ACC_TILE)
+        # A copy: the registers of the value that the caller passed must stay, and a product below takes their place.
+        acc = _renumbered(acc, layouts.acc, _ACC_TILE).copy()
         if in_registers:
             a = _renumbered(a, layouts.lhs, _LHS_TILE)
         else:
