@@ -10,7 +10,7 @@ import dataclasses
 import gc
 import pathlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -46,6 +46,7 @@ class Plan:
     each: int = 4  # cases of every compiled call
     # kernels run on the CPU in interpret mode, a few small cases a minute
     interpret: bool = False
+    mma: bool = False  # the kernels of mma.sync, on a Hopper GPU too
     out: pathlib.Path = pathlib.Path("soak_failure.py")
 
 
@@ -78,7 +79,7 @@ def run(plan: Plan, say: Callable[[str], Any] = print) -> Tally:
     said = began
     say(f"seed {plan.seed}, {jax.devices()[0].device_kind}, commit {current_commit()}")
     while not _over(plan, tally, began):
-        with _mode(plan.interpret):
+        with _mode(plan.interpret, plan.mma):
             _one_call(plan, sizes, rng, tally, began, say)
         if time.monotonic() - said >= SAY_EVERY:
             said = time.monotonic()
@@ -91,8 +92,14 @@ def run(plan: Plan, say: Callable[[str], Any] = print) -> Tally:
     return tally
 
 
-def _mode(interpret: bool) -> contextlib.AbstractContextManager[None]:
-    return jfla.pallas.interpret() if interpret else contextlib.nullcontext()
+@contextlib.contextmanager
+def _mode(interpret: bool, mma: bool) -> Iterator[None]:
+    with contextlib.ExitStack() as modes:
+        if interpret:
+            modes.enter_context(jfla.pallas.interpret())
+        if mma:
+            modes.enter_context(jfla.pallas.mma_kernels())
+        yield
 
 
 def _over(plan: Plan, tally: Tally, began: float) -> bool:
@@ -149,7 +156,7 @@ from benchmarks.soak import Call, Case, Numbers, reproduce
 CASE = {case}
 
 if __name__ == "__main__":
-    sys.exit(reproduce(CASE, implementation={implementation!r}, interpret={interpret}))
+    sys.exit(reproduce(CASE, {implementation!r}, interpret={interpret}, mma={mma}))
 '''
 
 
@@ -165,15 +172,20 @@ def write_failure(plan: Plan, case: Case, wrong: list[str]) -> None:
         case=case,
         implementation=plan.implementation,
         interpret=plan.interpret,
+        mma=plan.mma,
     )
     plan.out.write_text(text)
 
 
 def reproduce(
-    case: Case, implementation: str | None = None, interpret: bool = False
+    case: Case,
+    implementation: str | None = None,
+    *,
+    interpret: bool = False,
+    mma: bool = False,
 ) -> int:
     """Runs one case and prints what is wrong with it: 1 if anything is, else 0."""
-    with _mode(interpret):
+    with _mode(interpret, mma):
         wrong = Checked(case.call, implementation).problems(case.numbers)
     print(case, *(wrong or ["nothing is wrong"]), sep="\n  ")
     return int(bool(wrong))
@@ -199,6 +211,11 @@ def main(arguments: list[str] | None = None) -> int:
     )
     add(
         "--interpret", action="store_true", help="kernels on the CPU, in interpret mode"
+    )
+    add(
+        "--mma",
+        action="store_true",
+        help="the kernels of mma.sync, on a Hopper GPU too",
     )
     add("--cases", type=int, help="stop after so many")
     add("--each", type=int, default=Plan.each, help="cases of every compiled call; 4")

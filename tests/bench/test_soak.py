@@ -69,15 +69,16 @@ def test_a_batch_split_over_devices_is_right(gate: str | None):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("mma", [False, True])
 def test_kernels_are_soaked_in_interpret_mode(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, mma: bool
 ):
     call = dataclasses.replace(
         PACKED, form="chunk", batch=1, heads=1, group=1, state=None
     )
     call = dataclasses.replace(call, final=False, segments=0)
     monkeypatch.setattr(run, "draw_call", lambda rng, sizes, devices: call)
-    plan = Plan(cases=1, interpret=True, out=tmp_path / "failure.py")
+    plan = Plan(cases=1, interpret=True, mma=mma, out=tmp_path / "failure.py")
     tally = run.run(plan, lambda text: None)
     assert tally.by == {"chunk_gdn by pallas, jit": 1}
     assert tally.failures == 0
