@@ -1,5 +1,6 @@
 """Sets up every test run: platform, eight simulated devices, quick compiles, checked shapes, skips with reasons."""
 
+import contextlib
 import functools
 import gc
 import importlib.util
@@ -31,10 +32,19 @@ _CHECKED = [
 ]
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--compiled",
+        action="store_true",
+        help="what tests interpret runs compiled, on this machine's GPU",
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Before any test module imports JAX."""
     marker = config.getoption("markexpr", "").strip()
-    if marker == "gpu":
+    compiled = config.getoption("compiled", default=False)
+    if marker == "gpu" or compiled:
         os.environ["JFLA_TEST_GPU"] = "1"  # workers of pytest-xdist inherit it
     if os.environ.get("JFLA_TEST_GPU", "0") != "1":
         os.environ["JAX_PLATFORMS"] = "cpu"
@@ -51,12 +61,29 @@ def pytest_configure(config: pytest.Config) -> None:
     from jfla.parallel.stretch import Stretch
 
     interpreter.quicken()
+    if compiled:
+        from support import kernel_cases
+
+        import jfla
+
+        jfla.pallas.interpret = contextlib.nullcontext
+        kernel_cases.INTERPRET = False
     for pytree in (gates.SoftplusGate, gates.SigmoidGate, Stretch):
         # JAX builds pytrees with placeholders in the place of arrays
         pytree.__init__ = pytree.__init__.__wrapped__
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    if config.getoption("compiled", default=False):
+        for item in items:
+            if (reason := _no_gpu()) is not None:
+                item.add_marker(pytest.mark.skip(reason=reason))
+            elif item.get_closest_marker("interpreted"):
+                item.add_marker(
+                    pytest.mark.skip(reason="holds in interpret mode alone")
+                )
     for marker, missing in (("gpu", _no_gpu), ("aot", _no_compiler)):
         for item in items:
             if item.get_closest_marker(marker) and (reason := missing()):

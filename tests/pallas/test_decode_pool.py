@@ -137,6 +137,7 @@ def test_under_shard_map(check_vma):
     jax.tree.map(same, got, want)
 
 
+@pytest.mark.interpreted
 def test_derivatives_are_those_of_the_definition():
     main, pool, options = make("gdn", "float32", time=1)
 

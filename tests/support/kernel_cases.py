@@ -20,6 +20,7 @@ TOLERANCE = {
     "g": 1.5e-2, "beta": 1.5e-2, "a_log": 8e-3, "dt_bias": 8e-3,
 }  # fmt: skip
 MAIN = ("q", "k", "v", "g", "beta")
+INTERPRET = True  # what does not say otherwise; not under --compiled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,11 +165,13 @@ def scheduled(
     op: str,
     *,
     num_sms: int = HOPPER_SMS,
-    interpret: bool = True,
+    interpret: bool | None = None,
     in_place: bool = False,
     **overrides: int,
 ) -> Callable[..., DeltaRuleOutput]:
     """The chunked op by kernels, with the schedule for `num_sms` multiprocessors and fields as given.
+
+    `interpret` is `INTERPRET` unless it is said.
 
     Rows with a chunk that is not whole are read `in_place`, as if copies took long, or copied.
     """
@@ -182,7 +185,10 @@ def scheduled(
             assert usual.row_is_segment
         else:
             usual = schedule(options.op, dims.as_copied(), num_sms)
-        plan = Plan(dataclasses.replace(usual, **overrides), interpret=interpret)
+        plan = Plan(
+            dataclasses.replace(usual, **overrides),
+            interpret=INTERPRET if interpret is None else interpret,
+        )
         return run(inputs, options, plan)
 
     return call
