@@ -36,7 +36,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--compiled",
         action="store_true",
-        help="what tests interpret runs compiled, on this machine's GPU",
+        help="compile for this machine's GPU the kernels that tests interpret otherwise",
     )
 
 
@@ -76,18 +76,22 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    if config.getoption("compiled", default=False):
-        for item in items:
-            if (reason := _no_gpu()) is not None:
-                item.add_marker(pytest.mark.skip(reason=reason))
-            elif item.get_closest_marker("interpreted"):
-                item.add_marker(
-                    pytest.mark.skip(reason="holds in interpret mode alone")
-                )
-    for marker, missing in (("gpu", _no_gpu), ("aot", _no_compiler)):
-        for item in items:
-            if item.get_closest_marker(marker) and (reason := missing()):
-                item.add_marker(pytest.mark.skip(reason=reason))
+    compiled = config.getoption("compiled", default=False)
+    for item in items:
+        if (reason := _reason_to_skip(item, compiled)) is not None:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _reason_to_skip(item: pytest.Item, compiled: bool) -> str | None:
+    has = item.get_closest_marker
+    reason = None
+    if compiled and has("interpreted"):
+        reason = "holds in interpret mode alone"
+    if reason is None and (compiled or has("gpu")):
+        reason = _no_gpu()
+    if reason is None and has("aot"):
+        reason = _no_compiler()
+    return reason
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:

@@ -4,6 +4,7 @@ import dataclasses
 import pathlib
 import runpy
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,6 +14,7 @@ import jfla
 from benchmarks.soak import cases, check, run
 from benchmarks.soak.cases import Call, Case, Numbers, Sizes
 from benchmarks.soak.run import Plan
+from jfla.pallas.context import mma_kernels_wanted
 
 TINY = Sizes(time=70, tokens=140, dims=(4, 8))
 # What is planted does not depend on the form, and this one compiles sooner.
@@ -78,8 +80,16 @@ def test_kernels_are_soaked_in_interpret_mode(
     )
     call = dataclasses.replace(call, final=False, segments=0)
     monkeypatch.setattr(run, "draw_call", lambda rng, sizes, devices: call)
+    by_mma = []
+
+    def taken(*args: Any) -> str:
+        by_mma.append(mma_kernels_wanted())
+        return check.taken(*args)
+
+    monkeypatch.setattr(run, "taken", taken)
     plan = Plan(cases=1, interpret=True, mma=mma, out=tmp_path / "failure.py")
     tally = run.run(plan, lambda text: None)
+    assert by_mma == [mma]
     assert tally.by == {"chunk_gdn by pallas, jit": 1}
     assert tally.failures == 0
     run.write_failure(plan, Case(call, NUMBERS), ["invented"])

@@ -1,4 +1,4 @@
-"""Products by mma.sync as they are lowered for a GPU, which the interpreter does not do."""
+"""Products by mma.sync, lowered for a GPU: interpret mode takes `jnp.dot` in their place."""
 
 from typing import Any
 
@@ -59,7 +59,8 @@ def test_a_product_leaves_the_accumulator_that_it_begins_from(view):
 
     with jfla.pallas.compiling_for("8.0"):
         jax.jit(run).trace().lower(lowering_platforms=("cuda",))
-    before, behind, product = found
-    assert len(before) == SIZE * SIZE // 128 // 2  # pairs of a warpgroup's threads
-    assert behind == before
+    before, after, product = found
+    # Each of a warpgroup's 128 threads holds its elements in pairs.
+    assert len(before) == SIZE * SIZE // 128 // 2
+    assert after == before
     assert not any(register in before for register in product)

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+from support import kernel_cases
 from support import stage_oracle as oracle
 from support.kernel_cases import Call, error
 from support.stage_backends import cases
@@ -37,7 +38,9 @@ def run(backend, inputs, options):
         return recurrent.run(inputs, options)
     from jfla.pallas.common import decode
 
-    plan = decode.DecodePlan(32, interpret=True, machine=backend.machine)
+    plan = decode.DecodePlan(
+        32, interpret=kernel_cases.INTERPRET, machine=backend.machine
+    )
     return decode.decode(inputs, options, recurrent.run, plan)
 
 

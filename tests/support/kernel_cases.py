@@ -20,7 +20,7 @@ TOLERANCE = {
     "g": 1.5e-2, "beta": 1.5e-2, "a_log": 8e-3, "dt_bias": 8e-3,
 }  # fmt: skip
 MAIN = ("q", "k", "v", "g", "beta")
-INTERPRET = True  # what does not say otherwise; not under --compiled
+INTERPRET = True  # kernels of `scheduled` unless a test says otherwise; --compiled sets it to False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,9 +171,8 @@ def scheduled(
 ) -> Callable[..., DeltaRuleOutput]:
     """The chunked op by kernels, with the schedule for `num_sms` multiprocessors and fields as given.
 
-    `interpret` is `INTERPRET` unless it is said.
-
-    Rows with a chunk that is not whole are read `in_place`, as if copies took long, or copied.
+    Rows with a chunk that is not whole are read `in_place`, as if copies took long, or copied. Without `interpret` the
+    module's `INTERPRET` holds.
     """
     from jfla.chunk_op import Plan, run
 

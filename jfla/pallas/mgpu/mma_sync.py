@@ -53,7 +53,8 @@ def mma_sync(acc: Reg, a: Reg | Smem, b: Smem, first_column: int = 0) -> Reg:
         layouts = mosaic.MMALayouts(b_smem.dtype)
         loader = _OperandLoader(layouts, ir.MemRefType(b.type).element_type)
         acc_layout = acc.layout
-        # A copy: the registers of the value that the caller passed must stay, and a product below takes their place.
+        # Copy the accumulator first: the products below write into it, and the caller may begin other sums from the
+        # same value, which would then begin from this product.
         acc = _renumbered(acc, layouts.acc, _ACC_TILE).copy()
         if in_registers:
             a = _renumbered(a, layouts.lhs, _LHS_TILE)
