@@ -3,6 +3,7 @@
 import dataclasses
 import enum
 import functools
+import hashlib
 import os
 import pathlib
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import export
+from jaxlib.mlir import ir
 
 import jfla
 from jfla.pallas.mgpu import fingerprint as fingerprints
@@ -90,6 +92,51 @@ def test_a_kernel_is_lowered_once_for_all_programs(lowered: Lowered):
     jax.clear_caches()
     assert _program(1.0) == first
     assert len(lowered) == once
+
+
+def test_a_block_of_a_kernel_has_each_constant_once(lowered: Lowered):
+    _program()
+    assert lowered
+    for module in _known_modules():
+        blocks = list(_constants(module.operation))
+        assert max(len(block) for block in blocks) > 10
+        assert all(len(block) == len(set(block)) for block in blocks)
+
+
+def test_a_kernels_code_for_the_cpu_is_not_vectorised(lowered: Lowered):
+    """It describes arrays to the GPU, and LLVM's vectoriser would take long for nothing."""
+    _program()
+    assert lowered
+    for module in _known_modules():
+        with_body = [x.operation for x in module.body if x.operation.regions]
+        functions = [x for x in with_body if x.regions[0].blocks]
+        (attributes,) = (x.attributes for x in functions)
+        assert "noimplicitfloat" in str(attributes["llvm.passthrough"])
+
+
+def _known_modules() -> Iterator[ir.Module]:
+    """Of every kernel whose code is known what Mosaic compiles."""
+    for code in kernel_code._KNOWN.values():
+        bytecode = code.config["module"]
+        assert isinstance(bytecode, bytes)
+        assert code.config["kernel_hash"] == hashlib.sha256(bytecode).digest()
+        with ir.Context() as context:
+            context.allow_unregistered_dialects = True
+            yield ir.Module.parse(bytecode)
+
+
+def _constants(operation: ir.Operation) -> Iterator[list[tuple[str, str]]]:
+    """Value and type of the constants of every block inside of an operation."""
+    for region in operation.regions:
+        for block in region:
+            inside = [inner.operation for inner in block]
+            yield [
+                (str(x.attributes["value"]), str(x.result.type))
+                for x in inside
+                if x.name.endswith("arith.constant")
+            ]
+            for inner in inside:
+                yield from _constants(inner)
 
 
 def test_other_shapes_and_gpus_are_other_kernels(lowered: Lowered):

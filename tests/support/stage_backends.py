@@ -54,6 +54,9 @@ class Backend:
             stack.enter_context(jax.enable_x64(self.scalars == "float64"))
             if "pallas" in self.module:
                 stack.enter_context(jfla.pallas.interpret())
+            else:
+                # A GPU rounds float32 operands to tensorfloat32 otherwise.
+                stack.enter_context(jax.default_matmul_precision("highest"))
             yield
 
     def rounded(self, tree: Any, dtype: str = "") -> Any:

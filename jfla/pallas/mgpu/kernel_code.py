@@ -22,10 +22,12 @@ import numpy as np
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import stablehlo
 
+from jfla.pallas.mgpu.cleanup import clean_up
+
 _LOGGER = logging.getLogger(__name__)
 _TARGET = "mosaic_gpu_v2"
 _FOLDER = "jfla-kernels"
-_MOST_FILES = 2000  # in that folder: 20 to 310 KiB each
+_MOST_FILES = 2000  # in that folder: 13 to 153 KiB each
 _KNOWN: dict[str, "KernelCode"] = {}  # by fingerprint
 
 Described = tuple[tuple[int, ...], str]  # shape and dtype
@@ -99,11 +101,14 @@ def extracted(lowered: jax.stages.Lowered) -> KernelCode:
         stablehlo.OutputOperandAlias(x)
         for x in call.attributes["output_operand_aliases"]
     ]
+    attributes = ir.DictAttr(call.attributes["mhlo.backend_config"])
+    config = {entry.name: _plain(entry.attr) for entry in attributes}
+    bytecode = ir.StringAttr(attributes["module"]).value_bytes
+    bytecode = clean_up(bytecode, module.context)
+    config["module"] = bytecode
+    config["kernel_hash"] = hashlib.sha256(bytecode).digest()
     return KernelCode(
-        config={
-            entry.name: _plain(entry.attr)
-            for entry in ir.DictAttr(call.attributes["mhlo.backend_config"])
-        },
+        config=config,
         scratch=tuple(_described(x.type) for x in operands[len(arguments) :]),
         results=tuple(_described(x.type) for x in results),
         returned=tuple((operands + results).index(x) for x in returned.operands),
