@@ -14,8 +14,8 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from safetensors.numpy import load_file, save_file
 from support import golden_models
+from support.checkpoint_folders import assert_equal, settings_of, tensors_of, write
 
 import jfla.nn
 
@@ -23,38 +23,11 @@ BF16 = jnp.dtype(jnp.bfloat16)
 INDEX = "model.safetensors.index.json"
 
 
-def tensors_of(folder):
-    return {
-        name: x
-        for file in folder.glob("*.safetensors")
-        for name, x in load_file(file).items()
-    }
-
-
-def settings_of(family):
-    return json.loads((golden_models.FOLDER / family / "config.json").read_text())
-
-
-def write(folder, settings, tensors):
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(settings))
-    save_file(tensors, folder / "model.safetensors")
-    return folder
-
-
 @pytest.fixture
 def copy(tmp_path):
     """A folder with the smallest of the goldens, in one file, that may be damaged."""
     tensors = tensors_of(golden_models.FOLDER / "qwen3_5")
     return write(tmp_path / "copy", settings_of("qwen3_5"), tensors)
-
-
-def assert_equal(got, expected):
-    assert got.keys() == expected.keys()
-    for name, x in expected.items():
-        assert got[name].dtype == x.dtype, name
-        np.testing.assert_array_equal(got[name], x, err_msg=name)
-        assert got[name].shape == x.shape, name
 
 
 def beyond_the_text_model(name):
