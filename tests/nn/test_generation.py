@@ -4,19 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.small_model import KEY, TIME, VOCAB, logits_of, make, some_tokens
+from support.small_model import KEY, TIME, VOCAB, logits_of
 
 from jfla.nn.models.generate import sample
-
-
-@pytest.fixture(scope="module")
-def model():
-    return make()
-
-
-@pytest.fixture(scope="module")
-def tokens():
-    return some_tokens()
 
 
 def greedy(model, prompt, length):

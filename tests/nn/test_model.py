@@ -10,19 +10,9 @@ import numpy as np
 import pytest
 from flax import nnx
 from support.goldens import rms_error
-from support.small_model import TIME, VOCAB, logits_of, make, some_tokens
+from support.small_model import TIME, VOCAB, logits_of, make
 
 import jfla.nn
-
-
-@pytest.fixture(scope="module")
-def model():
-    return make()
-
-
-@pytest.fixture(scope="module")
-def tokens():
-    return some_tokens()
 
 
 @nnx.jit

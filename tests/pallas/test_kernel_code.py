@@ -103,8 +103,8 @@ def test_a_block_of_a_kernel_has_each_constant_once(lowered: Lowered):
         assert all(len(block) == len(set(block)) for block in blocks)
 
 
-def test_a_kernels_code_for_the_cpu_is_not_vectorised(lowered: Lowered):
-    """It describes arrays to the GPU, and LLVM's vectoriser would take long for nothing."""
+def test_llvm_does_not_vectorize_host_code(lowered: Lowered):
+    """It encodes TMA descriptors, and the SLP vectorizer compares all of its stores pairwise."""
     _program()
     assert lowered
     for module in _known_modules():

@@ -22,7 +22,7 @@ import numpy as np
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import stablehlo
 
-from jfla.pallas.mgpu.cleanup import clean_up
+from jfla.pallas.mgpu.simplify_module import simplify_module
 
 _LOGGER = logging.getLogger(__name__)
 _TARGET = "mosaic_gpu_v2"
@@ -104,7 +104,7 @@ def extracted(lowered: jax.stages.Lowered) -> KernelCode:
     attributes = ir.DictAttr(call.attributes["mhlo.backend_config"])
     config = {entry.name: _plain(entry.attr) for entry in attributes}
     bytecode = ir.StringAttr(attributes["module"]).value_bytes
-    bytecode = clean_up(bytecode, module.context)
+    bytecode = simplify_module(bytecode, module.context)
     config["module"] = bytecode
     config["kernel_hash"] = hashlib.sha256(bytecode).digest()
     return KernelCode(
