@@ -1,11 +1,8 @@
 """The chunked ops by kernels: forward and backward as lists of stage calls, from validated inputs to outputs."""
 
 import dataclasses
-from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
@@ -27,34 +24,34 @@ from jfla.pallas.arrays import (
     to_tokens,
     whole_chunks,
 )
-from jfla.pallas.common.chunk_index import TILE_V, TimeSpan
+from jfla.pallas.common.chunk_index import TILE_V
 from jfla.pallas.common.intra_gdn.kernel import intra_gdn
 from jfla.pallas.common.intra_gdn.smem import IntraGdnConfig
 from jfla.pallas.common.packed_rows import Rows
-from jfla.pallas.common.qk_tiles import QkOptions
 from jfla.pallas.common.results import ALL_CHUNKS, IntraResults, KernelGrads, RingChunks
 from jfla.pallas.common.scan.spec import ScanConfig
 from jfla.pallas.common.scan.split_time import split_ends, split_states, stretch_end
-from jfla.pallas.common.scan.steps import backward_scans_kernel, output_scan_kernel
+from jfla.pallas.common.scan.steps import (
+    backward_scans_kernel,
+    output_scan_kernel,
+)
 from jfla.pallas.context import interpreting
 from jfla.pallas.heuristics import Schedule
 from jfla.pallas.machine import tracing_for
-from jfla.pallas.mgpu.in_place import write_in_place
 from jfla.pallas.mgpu.overlap import Lead, PendingResults, overlap, run
 from jfla.pallas.mgpu.smem import F16, F32
-from jfla.pallas.mgpu.types import Gmem
 from jfla.pallas.mma.grads_gdn import grads_gdn as mma_grads_gdn
 from jfla.pallas.mma.grads_kda import grads_kda as mma_grads_kda
 from jfla.pallas.mma.intra_kda import intra_kda as mma_intra_kda
+from jfla.pallas.scans_and_grads import ScansAndGrads
 from jfla.pallas.sm90.grads_gdn.kernel import (
     grads_gdn,
-    result_shapes,
     sum_over_channel_blocks,
 )
 from jfla.pallas.sm90.grads_kda.kernel import grads_kda
 from jfla.pallas.sm90.intra_kda.kernel import intra_kda
 from jfla.parallel.stretch import Entered, Stretch
-from jfla.stages import QK, FactoredQK, IntraChunk, Residuals, ScanResults
+from jfla.stages import QK, IntraChunk, Residuals, ScanResults
 from jfla.types import DeltaRuleOutput, Inputs, Options, State, Value
 
 # The three places where the gate's shape decides: `intra_kernel`, `grads_kernel`, and the scans' `TokenDecay`.
@@ -109,9 +106,8 @@ def grads_kernel(
     tokens = intra_results.token_scalars
     if schedule.machine != "hopper":
         return mma_grads_gdn(qk, tokens, scans, static, dtype)
-    return sum_over_channel_blocks(
-        grads_gdn(qk, tokens, scans, static, schedule.num_sms, dtype)
-    )
+    kernel = grads_gdn(qk, tokens, scans, static, schedule.num_sms, dtype)
+    return sum_over_channel_blocks(run(kernel))
 
 
 def forward(
@@ -143,7 +139,7 @@ def _forward(
     entered, split_r = None, None
     dims = x.dims
     num_checkpoints = (
-        schedule.num_spans if for_backward and _writes_in_place(inputs) else 0
+        schedule.num_checkpoints if for_backward and _writes_in_place(inputs) else 0
     )
     final_dtype = None
     if options.return_final_state:
@@ -265,13 +261,20 @@ def _backward(
                 d_last = stretch_end(
                     qk, residuals.intra, do, d_last, config, entered, split_r
                 )
-    if residuals.state_checkpoints is not None:
-        by_span = _BySpan(
-            options, schedule, qk_options(x, inputs, options), query_dtype(inputs)
+    beside = schedule.grads_beside_scans
+    if residuals.state_checkpoints is not None and (beside or schedule.num_spans):
+        both = ScansAndGrads(
+            x,
+            intra_results,
+            residuals,
+            do,
+            d_last,
+            qk_options(x, inputs, options),
+            query_dtype(inputs),
+            schedule,
         )
-        qk, token_scalars = intra_results.qk, intra_results.token_scalars
-        grads, dv, d_initial = by_span(x, qk, token_scalars, residuals, do, d_last)
-        return cotangents(inputs, options, None, grads, dv, d_initial)
+        grads, dv, d_initial = both.side_by_side() if beside else both.span_by_span()
+        return cotangents(inputs, options, x.grid, grads, dv, d_initial)
     scans, d_initial = both_scans(
         x,
         schedule,
@@ -308,7 +311,7 @@ def both_scans(
     with jax.named_scope("jfla_backward_scans"):
         kept = {"keep_dstate": x.initial is not None, "group_chunks": group_chunks}
         kept["segments"] = x.segments
-        return backward_scans_kernel(qk, pairs, x.v, do, ends, config, **kept)
+        return run(backward_scans_kernel(qk, pairs, x.v, do, ends, config, **kept))
 
 
 def _undivided(schedule: Schedule) -> Schedule:
@@ -319,81 +322,3 @@ def _undivided(schedule: Schedule) -> Schedule:
 def _writes_in_place(inputs: Inputs) -> bool:
     """Whether kernels may be handed references: not where shard_map tracks what varies over its mesh."""
     return not jax.typeof(inputs.v).manual_axis_type.varying
-
-
-class _BySpan:
-    """Scans and gradients of a scalar gate, one span of time after the other from the last.
-
-    The states of one span only are ever in memory. Results go into references to the whole.
-    """
-
-    def __init__(
-        self,
-        options: Options,
-        schedule: Schedule,
-        static: QkOptions,
-        out_dtype: DTypeLike,
-    ):
-        self.options = options
-        self.schedule = schedule
-        self.static = static
-        self.out_dtype = out_dtype
-        self.config = ScanConfig.of(schedule, schedule.backward_v_block)
-
-    def __call__(
-        self,
-        x: KernelArrays,
-        qk: FactoredQK,
-        token_scalars: Array,
-        residuals: Residuals,
-        do: Array,
-        d_last: Array | None,
-    ) -> tuple[KernelGrads, Array, Array | None]:
-        """The gradients, dv, and dS^T before the first chunk."""
-        batch, time, heads, value_dim = x.v.shape
-        key_dim = x.q.shape[-1]
-        shapes = result_shapes(
-            x.q, (batch, time, heads, key_dim), self.static, self.out_dtype
-        )
-        if d_last is None:
-            d_last = jnp.zeros((batch, heads, 1, value_dim, key_dim), F32)
-        unwritten = lambda x: lax.empty(x.shape, x.dtype)
-        written = (jax.tree.map(unwritten, shapes), unwritten(x.v), d_last)
-        read = (x.v, qk, token_scalars, residuals, do)
-        grads, dv, d_first = write_in_place(self.write, written, read)
-        grads = sum_over_channel_blocks(grads)
-        return grads, dv, None if x.initial is None else d_first
-
-    def write(
-        self, written: tuple[KernelGrads, Gmem, Gmem], read: tuple[Any, ...]
-    ) -> None:
-        """Gradients, dv and dS^T, as references, span by span."""
-        grads, dv, d_state = written
-        v, qk, token_scalars, residuals, do = read
-        checkpoints = residuals.state_checkpoints
-
-        def one_span(i: Array, carry: None) -> None:
-            spans_after = jnp.reshape(i, 1)
-            with jax.named_scope("jfla_backward_scans"):
-                scans, _ = backward_scans_kernel(
-                    qk,
-                    residuals.intra,
-                    v,
-                    do,
-                    (checkpoints, d_state),
-                    self.config,
-                    keep_dstate=True,
-                    span=TimeSpan(spans_after, dv),
-                )
-            with jax.named_scope("jfla_chunk_grads"):
-                grads_gdn(
-                    qk,
-                    token_scalars,
-                    scans._replace(dv=dv),
-                    self.static,
-                    self.schedule.num_sms,
-                    self.out_dtype,
-                    TimeSpan(spans_after, grads),
-                )
-
-        lax.fori_loop(0, checkpoints.shape[2], one_span, None)

@@ -5,18 +5,20 @@ compiled with another one is another entry in jit's cache.
 """
 
 import dataclasses
-from typing import NamedTuple
 
+from jfla.pallas.backward_overlap import BackwardOverlap, backward_overlap
 from jfla.pallas.dims import Dims
-from jfla.pallas.kernel_times import (
-    INTRA_US,
-    SEGMENT_SCAN_US,
-    backward_scans_us,
-    beside_us,
-    one_by_one_us,
-    segments_us,
-)
+from jfla.pallas.forward_overlap import overlap_schedule, ring_chunks
+from jfla.pallas.kernel_times import H200_BYTES_PER_US
 from jfla.pallas.machine import Machine
+from jfla.pallas.splits import (
+    backward_v_block,
+    intra_wgs,
+    num_spans,
+    scan_v_block,
+    stretch_splits,
+    time_splits,
+)
 from jfla.types import CHUNK, Op
 
 SUPPORTED_DIMS = (64, 128, 256)
@@ -34,26 +36,8 @@ SMEM_BYTES = {
     "10.0": 162 * 1024,
 }
 HOPPER_SMEM_BYTES = SMEM_BYTES["9.0"]
-# Bytes that a copy was measured to move in a microsecond, by device kind; other GPUs count as an H200.
-H200_BYTES_PER_US = 4.29e6
-BYTES_PER_US = {"NVIDIA H100 80GB HBM3": 3.03e6}
-
-MIN_SPLIT_CHUNKS = 16
-MAX_TIME_SPLITS = 16
-# Finding where the splits begin takes a scan over each in two forms.
-MIN_TIME_SPLITS = 3
-LONG_SEGMENT_CHUNKS = 8  # chunks of the aligned grid for each segment
-
-# Chunks of all sequences in rings: 6 of each of 32 stall KDA's intra-chunk kernel, 12 exceed the second-level cache.
-RING_TILES = 256
-
-CLEARLY_SHORTER = 0.97  # of two estimates, the shorter over the longer at most
 # Of copies of rows: the tables and copies of packed segments take half as long.
 MIN_COPY_US = 64
-
-NUM_SPANS = 4
-MIN_SPAN_CHUNKS = 32
-MANY_STATES_BYTES = 256 * 2**20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,12 +61,26 @@ class Schedule:
     stretch_splits: int  # the same, where time is split over devices as well
     # spans of time that the backward takes one after the other; 0: all at once
     num_spans: int
+    backward_overlap: BackwardOverlap | None  # None: the scans, then the gradients
     intra_wgs: int  # warpgroups of a CTA of the intra-chunk kernel that take chunks of their own
     intra_ctas: int  # CTAs of the intra-chunk kernel, at most
     # every row is read in place as one packed segment, see `row_is_segment`
     row_is_segment: bool = False
     # the forward scans packed segments as one chain, whose state decays to 0 where each begins
     segments_in_turn: bool = False
+
+    @property
+    def grads_beside_scans(self) -> bool:
+        """Whether the backward's scans and gradients are one launch."""
+        overlap = self.backward_overlap
+        return overlap is not None and overlap.grads_ctas > 0
+
+    @property
+    def num_checkpoints(self) -> int:
+        """Spans of time whose first states the forward keeps for the backward."""
+        if self.backward_overlap is not None:
+            return self.backward_overlap.num_spans
+        return self.num_spans
 
 
 def schedule(
@@ -120,6 +118,9 @@ def schedule(
         time_splits=time_splits(dims, num_sms),
         stretch_splits=stretch_splits(dims, num_sms),
         num_spans=num_spans(op, dims, num_sms),
+        backward_overlap=backward_overlap(op, dims, num_sms, bytes_per_us)
+        if exclusive
+        else None,
         intra_wgs=intra_wgs(op, dims.key_dim),
         intra_ctas=num_sms,
         segments_in_turn=overlap.segments_in_turn,
@@ -164,6 +165,7 @@ def _schedule_of_single_warpgroups(
         time_splits=time_splits(dims, num_sms),
         stretch_splits=stretch_splits(dims, num_sms),
         num_spans=0,
+        backward_overlap=None,
         intra_wgs=1,
         intra_ctas=dims.num_chunks,
     )
@@ -180,212 +182,17 @@ def schedule_of_part(op: Op, dims: Dims, whole: Schedule) -> Schedule:
     dims = dims.as_segments() if whole.row_is_segment else dims.as_copied()
     part = schedule(op, dims, *device, exclusive=False)
     part = dataclasses.replace(part, row_is_segment=whole.row_is_segment)
-    if not whole.num_spans:
-        return dataclasses.replace(part, num_spans=0)
-    return dataclasses.replace(part, num_spans=whole.num_spans, time_splits=1)
-
-
-def intra_wgs(op: Op, key_dim: int) -> int:
-    """With a gate per channel all warpgroups of a CTA share a chunk; else each has its own, as shared memory allows."""
-    if not op.scalar_gate:
-        return 1
-    return 4 if key_dim <= 128 else 2
-
-
-def v_blocks(dims: Dims) -> tuple[int, int]:
-    """The fewest and the most columns of V of a CTA: with K = 256, 64 fill its shared memory."""
-    return 64, 64 if dims.key_dim > 128 else min(dims.value_dim, 128)
-
-
-def scan_v_block(dims: Dims, num_sms: int) -> int:
-    """V is split over CTAs while that gives idle multiprocessors something to do, or packed segments are long.
-
-    Of segments nobody knows the longest, which ends last: half as many columns take it two thirds of the time. Short
-    ones take as long to begin as to scan.
-    """
-    fewest, most = v_blocks(dims)
-    if (
-        dims.segments not in (None, 1)
-        and dims.n_chunks > LONG_SEGMENT_CHUNKS * dims.segments
-    ):
-        return fewest
-    return fewest if dims.sequences * (dims.value_dim // 64) <= num_sms else most
-
-
-def backward_v_block(op: Op, dims: Dims, num_sms: int, bytes_per_us: float) -> int:
-    """Columns of V whose waves are clearly shorter; else, and of time splits and packed rows, those of one scan."""
-    of_one_scan = scan_v_block(dims, num_sms)
-    if dims.segments is not None or time_splits(dims, num_sms) > 1:
-        return of_one_scan
-    us = {
-        v_block: backward_scans_us(op, dims, v_block, num_sms, bytes_per_us)
-        for v_block in v_blocks(dims)
-    }
-    best = min(us, key=lambda v_block: us[v_block])
-    return best if us[best] < CLEARLY_SHORTER * us[of_one_scan] else of_one_scan
-
-
-class Overlap(NamedTuple):
-    """The intra-chunk kernel beside the output scan."""
-
-    v_block: int  # of the scan
-    num_ctas: int  # of the intra-chunk kernel; 0: it runs before the scan
-    sequences_per_group: int = 0  # see `Schedule`
-    segments_in_turn: bool = False  # see `Schedule`
-
-
-def overlap_schedule(
-    op: Op,
-    dims: Dims,
-    num_sms: int,
-    bytes_per_us: float = H200_BYTES_PER_US,
-    *,
-    exclusive: bool = True,
-) -> Overlap:
-    """Whether the intra-chunk kernel runs beside the scan, and on how many multiprocessors.
-
-    Overlap pays while the scan leaves many multiprocessors idle, or would be bound by bytes that a ring keeps in the
-    second-level cache; not where time is split or all chunks fit in one wave. KDA with K = 256 makes its A matrices in
-    two kernels, of which none can.
-    """
-    v_block = scan_v_block(dims, num_sms)
-    in_one_wave = dims.num_chunks <= num_sms
-    if num_sms == 1 or in_one_wave or time_splits(dims, num_sms) > 1:
-        return Overlap(v_block, 0)
-    if not op.scalar_gate and dims.key_dim > 128:
-        return Overlap(v_block, 0)
-    device = (num_sms, bytes_per_us)
-    if dims.segments is None or _few_segments(dims, num_sms):
-        return _overlap_of_chains(op, dims, *device, exclusive=exclusive)[1]
-    side_by_side_us, side_by_side = _overlap_of_segments(op, dims, *device)
-    # The decay that keeps segments apart takes digits from a scalar gate's sums: a segment would not have the bits of a
-    # call on it alone.
-    if op.scalar_gate or not exclusive or not dims.may_be_one_chain:
-        return side_by_side
-    one_chain = dims.as_one_chain()
-    if not _few_segments(one_chain, num_sms):
-        return side_by_side
-    in_turn_us, in_turn = _overlap_of_chains(op, one_chain, *device)
-    if in_turn_us < side_by_side_us and ring_chunks(one_chain, in_turn, num_sms):
-        return in_turn._replace(segments_in_turn=True)
-    return side_by_side
-
-
-def _overlap_of_chains(
-    op: Op,
-    dims: Dims,
-    num_sms: int,
-    bytes_per_us: float,
-    *,
-    exclusive: bool = True,
-) -> tuple[float, Overlap]:
-    """The shortest form and its microseconds: one kernel after the other, or the two side by side."""
-    v_block = scan_v_block(dims, num_sms)
-    ring = exclusive and dims.are_chains
-    wgs = intra_wgs(op, dims.key_dim)
-    one_by_one = one_by_one_us(op, dims, v_block, wgs, num_sms, bytes_per_us)
-    choices = [(one_by_one, Overlap(v_block, 0))]
-    for columns in set(v_blocks(dims)):
-        # The intra-chunk kernel ends at the last chunk that has tokens, which of groups is not the last in order.
-        in_groups = ring and dims.segments is None
-        for sequences in _group_sizes(dims, num_sms, in_groups):
-            idle_sms = num_sms - sequences * (dims.value_dim // columns)
-            if idle_sms <= 0:
-                continue
-            num_groups = dims.sequences // sequences
-            us = beside_us(op, dims, columns, wgs, idle_sms, num_groups, ring=ring)
-            per_group = 0 if num_groups == 1 else sequences
-            choices.append((us, Overlap(columns, idle_sms, per_group)))
-    return min(choices)
-
-
-def _group_sizes(dims: Dims, num_sms: int, in_groups: bool) -> list[int]:
-    """Numbers of sequences that a group may have: all, or any divisor that leaves multiprocessors idle."""
-    if not in_groups:
-        return [dims.sequences]
-    most = min(dims.sequences, num_sms)
-    return [n for n in range(1, most + 1) if dims.sequences % n == 0]
-
-
-def ring_chunks(dims: Dims, overlap: Overlap, num_sms: int) -> int:
-    """Chunks of a sequence that the intra-chunk kernel may be ahead of the scan beside it; 0: any number.
-
-    The scan's CTAs for all sequences of a group have to be resident, or the intra-chunk kernel would wait for one that
-    cannot begin. They begin in the order in which sequences are made, and those of a group take the places of the group
-    before. Segments side by side have more CTAs than are resident, and so no ring. Padding behind a row's one segment
-    has a CTA that takes the place of the segment's. Where rows differ in length, that of a short row would wait for the
-    end of a long one, whose chunks wait for room in the short one's ring. KDA's kernel tells that a chunk is ready only
-    when its CTA has room for its next chunk: a ring too short to hold both would deadlock.
-    """
-    if not overlap.num_ctas or not dims.are_chains:
-        return 0
-    sequences = overlap.sequences_per_group or dims.sequences
-    scan_ctas = sequences * -(-dims.value_dim // overlap.v_block)
-    chunks_to_next = -(-overlap.num_ctas // sequences)
-    ring = -(-RING_TILES // sequences)
-    is_safe = overlap.num_ctas + scan_ctas <= num_sms and ring >= 2 * chunks_to_next
-    return ring if is_safe and ring < dims.n_chunks else 0
-
-
-def _few_segments(dims: Dims, num_sms: int) -> bool:
-    """Whether a scan has one segment of each row, which are of one length, and leaves multiprocessors idle."""
-    _, columns = v_blocks(dims)
-    return dims.segments == 1 and dims.sequences * dims.value_dim < num_sms * columns
-
-
-def _overlap_of_segments(
-    op: Op, dims: Dims, num_sms: int, bytes_per_us: float
-) -> tuple[float, Overlap]:
-    """Multiprocessors in the ratio of the work, and microseconds: CTAs of the scan end, and others take their place.
-
-    The intra-chunk kernel takes chunks in the order in which segments are scanned, so that a scan waits for little.
-    """
-    _, columns = v_blocks(dims)
-    wgs = intra_wgs(op, dims.key_dim)
-    scan_us = SEGMENT_SCAN_US[columns] * (dims.value_dim // columns)
-    intra_us = INTRA_US[op.scalar_gate].beside_scan / wgs
-    ctas = round(num_sms * intra_us / (intra_us + scan_us))
-    ctas = min(max(ctas, 1), num_sms - 1)
-    return segments_us(op, dims, wgs, ctas, bytes_per_us), Overlap(columns, ctas)
-
-
-def time_splits(dims: Dims, num_sms: int) -> int:
-    """Spans of time that are scanned side by side: 1, unless most multiprocessors would be idle for long.
-
-    Segments are side by side as it is.
-    """
-    if dims.segments is not None:
-        return 1
-    ctas = dims.sequences * (dims.value_dim // 64)
-    splits = min(
-        num_sms // (2 * ctas), dims.n_chunks // MIN_SPLIT_CHUNKS, MAX_TIME_SPLITS
-    )
-    return splits if splits >= MIN_TIME_SPLITS and dims.key_dim == dims.value_dim else 1
-
-
-def stretch_splits(dims: Dims, num_sms: int) -> int:
-    """`time_splits` of a device's stretch of a sequence, whose map is needed anyway: as the GPU has room."""
-    ctas = dims.sequences * (dims.value_dim // 64)
-    splits = min(num_sms // ctas, dims.n_chunks // MIN_SPLIT_CHUNKS, MAX_TIME_SPLITS)
-    return max(splits, 1)
-
-
-def num_spans(op: Op, dims: Dims, num_sms: int) -> int:
-    """Spans of time that the backward of a scalar gate takes one after the other, with the states of one in memory.
-
-    0: all at once, where the states are few, or spans would be short, each of which fills the GPU anew, or time is
-    split into spans that run side by side, or segments do; or with K = 256, for which the scans have no register left.
-    """
-    if dims.segments is not None:
-        return 0
-    # bf16, at both ends
-    states_bytes = dims.num_chunks * dims.key_dim * dims.value_dim * 2 * 2
-    n_chunks = dims.n_chunks
-    if not op.scalar_gate or states_bytes < MANY_STATES_BYTES:
-        return 0
-    if n_chunks % NUM_SPANS or n_chunks < NUM_SPANS * MIN_SPAN_CHUNKS:
-        return 0
-    return NUM_SPANS if dims.key_dim <= 128 and time_splits(dims, num_sms) == 1 else 0
+    spans = whole.num_spans
+    overlap = whole.backward_overlap
+    if overlap is not None:
+        overlap = overlap._replace(grads_ctas=0)
+        # Each of `num_spans` has to begin where one of those does whose states the forward keeps.
+        if dims.n_chunks % overlap.num_spans or overlap.num_spans % (spans or 1):
+            spans = 0
+    part = dataclasses.replace(part, num_spans=spans, backward_overlap=overlap)
+    if not part.num_checkpoints:
+        return part
+    return dataclasses.replace(part, time_splits=1)
 
 
 def decode_v_block(dims: Dims, num_sms: int) -> int:

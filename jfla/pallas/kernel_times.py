@@ -1,4 +1,4 @@
-"""Estimates of how long the forward's kernels take, in microseconds, from times of a chunk and bytes.
+"""Estimates of how long kernels take, in microseconds, from times of a chunk and bytes.
 
 Of KDA and GDN with K = V = 128 on an H200; what differs between GPUs is how fast memory is copied.
 """
@@ -7,6 +7,11 @@ from typing import NamedTuple
 
 from jfla.pallas.dims import Dims
 from jfla.types import CHUNK, Op
+
+# Bytes that a copy was measured to move in a microsecond, by device kind; other GPUs count as an H200.
+H200_BYTES_PER_US = 4.29e6
+BYTES_PER_US = {"NVIDIA H100 80GB HBM3": 3.03e6}
+CLEARLY_SHORTER = 0.97  # of two estimates, the shorter over the longer at most
 
 
 class IntraTimes(NamedTuple):
@@ -29,7 +34,12 @@ SCAN_US = {False: {64: 1.25, 128: 2.0}, True: {64: 1.25, 128: 1.85}}
 SEGMENT_SCAN_US = {64: 1.55, 128: 2.0}
 # Of a chunk of one of the backward's scans, which store states, by the CTA's columns of V
 BACKWARD_SCAN_US = {64: 1.35, 128: 2.25}
-BACKWARD_COPY_SHARE = 0.88  # of a copy's rate, where these scans fill the GPU
+BACKWARD_COPY_SHARE = (
+    0.88  # of a copy's rate, where these scans or the gradients fill the GPU
+)
+GRADS_US = 5.6  # of a chunk of a scalar gate, of a CTA of the gradient kernel that waits for no bytes
+# Of a chunk of all sequences, beside the gradients: until these have read a chunk that a scan writes over.
+BACKWARD_BESIDE_US = 2.7
 NEXT_GROUP_US = 10  # until a scan's CTAs are those of the next group
 SEGMENTS_COPY_SHARE = 0.9  # of a copy's rate, beside the scans of segments (an H100)
 
@@ -84,6 +94,41 @@ def backward_scans_us(
     chain_us = dims.n_chunks * BACKWARD_SCAN_US[v_block]
     bytes_us = ChunkBytes.of(op, dims).backward_scans * dims.num_chunks / bytes_per_us
     return _waves_us(ctas, num_sms, chain_us, bytes_us / BACKWARD_COPY_SHARE)
+
+
+def grads_us(dims: Dims, num_sms: int, bytes_per_us: float) -> float:
+    """The gradients of a scalar gate, by their kernel alone."""
+    rounds = -(-dims.num_chunks // num_sms)
+    bytes_us = _grads_bytes(dims) * dims.num_chunks / bytes_per_us
+    return max(rounds * GRADS_US, bytes_us / BACKWARD_COPY_SHARE)
+
+
+def _grads_bytes(dims: Dims) -> int:
+    """Of a chunk of a scalar gate: q, k, do, v_new, dv, S and dS; dq and dk."""
+    rows = 2 * CHUNK * (4 * dims.key_dim + 3 * dims.value_dim)
+    return rows + 2 * _state_bytes(dims)
+
+
+def _state_bytes(dims: Dims) -> int:
+    return 2 * dims.key_dim * dims.value_dim
+
+
+def backward_beside_us(
+    op: Op, dims: Dims, sequences: int, grads_ctas: int, bytes_per_us: float
+) -> float:
+    """The backward's scans of so many sequences at a time, beside the gradients of a scalar gate on other CTAs.
+
+    What the second-level cache spares was seen to be about as much as a store and a load of dS.
+    """
+    num_groups = dims.sequences // sequences
+    of_scans = ChunkBytes.of(op, dims).backward_scans
+    chunk_bytes = of_scans + _grads_bytes(dims) - 2 * _state_bytes(dims)
+    chunk_us = max(
+        BACKWARD_BESIDE_US,
+        sequences * GRADS_US / grads_ctas,
+        sequences * chunk_bytes / (BACKWARD_COPY_SHARE * bytes_per_us),
+    )
+    return num_groups * (dims.n_chunks * chunk_us + NEXT_GROUP_US)
 
 
 def _waves_us(ctas: int, num_sms: int, chain_us: float, bytes_us: float) -> float:

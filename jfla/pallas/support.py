@@ -9,14 +9,13 @@ from jax.core import Tracer
 
 from jfla.pallas.context import Target, interpreting, mma_kernels_wanted, target
 from jfla.pallas.heuristics import (
-    BYTES_PER_US,
-    H200_BYTES_PER_US,
     HOPPER_SMEM_BYTES,
     HOPPER_SMS,
     MAX_DIM,
     SMEM_BYTES,
     SUPPORTED_DIMS,
 )
+from jfla.pallas.kernel_times import BYTES_PER_US, H200_BYTES_PER_US
 from jfla.pallas.machine import Machine
 from jfla.pallas.padding import kernel_size
 from jfla.types import Form, Inputs, Options

@@ -16,6 +16,7 @@ from support.kernel_cases import (
 )
 
 import jfla
+from jfla.pallas.backward_overlap import BackwardOverlap
 
 CALLS = [
     Call(op, gates, batch=2, time=time, key_dim=key_dim, value_dim=value_dim)
@@ -209,9 +210,10 @@ def test_a_ring_gives_segments_in_turn_the_same_bits(v_block, padding):
 def test_columns_of_a_backward_scan_change_no_bit(op, spans):
     sizes = {"time": 2048, "heads": 40, "key_dim": 128, "value_dim": 128, "group": 1}
     arrays, rest = inputs(Call(op, "raw", **sizes))
+    form = {"backward_overlap": None} | spans
     found = [
         results(
-            scheduled(op, interpret=False, backward_v_block=v_block, **spans),
+            scheduled(op, interpret=False, backward_v_block=v_block, **form),
             arrays,
             rest,
         )
@@ -226,12 +228,47 @@ def test_spans_of_time_one_after_the_other_give_the_bits_of_the_whole(segments):
     sizes = {"batch": 2, "time": 2048, "heads": 8, "key_dim": 128, "value_dim": 128}
     arrays, rest = inputs(Call("gdn", "raw", segments=segments, **sizes))
     whole, by_span = (
-        results(scheduled("gdn", interpret=False, num_spans=spans), arrays, rest)
+        results(
+            scheduled("gdn", interpret=False, num_spans=spans, backward_overlap=None),
+            arrays,
+            rest,
+        )
         for spans in (0, 4)
     )
     jax.tree.map(
         np.testing.assert_array_equal, *jax.tree.map(np.asarray, (whole, by_span))
     )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "beside"),
+    [
+        ({"heads": 32, "time": 8192}, "bfloat16", (68, 8, 0, 36, 7)),
+        ({"heads": 40, "time": 2500}, "bfloat16", (52, 3, 40, 30, 7)),
+        ({"heads": 24, "time": 2560}, "float16", (100, 5, 16, 20, 7)),
+        ({"heads": 16, "time": 2560}, "bfloat16", (68, 3, 8, 30, 5)),
+        ({"heads": 2, "time": 1000}, "bfloat16", (1, 2, 0, 0, 0)),
+    ],
+)
+def test_scans_beside_the_gradients_change_no_bit(sizes, dtype, beside):
+    """With rings and without, groups of sequences, a first span that is shorter; twice, because a race may not show."""
+    batch = 1 if sizes["time"] == 8192 else 2
+    sizes = {"key_dim": 128, "value_dim": 128, "group": 1, "batch": batch} | sizes
+    arrays, rest = inputs(Call("gdn", "raw", dtype=dtype, **sizes))
+    alone, *side_by_side = (
+        jax.tree.map(
+            np.asarray,
+            results(
+                scheduled("gdn", interpret=False, num_spans=0, backward_overlap=form),
+                arrays,
+                rest,
+            ),
+        )
+        for form in (None, BackwardOverlap(*beside), BackwardOverlap(*beside))
+    )
+    for found in side_by_side:
+        jax.tree.map(np.testing.assert_array_equal, alone, found)
 
 
 def _gradients(x: dict[str, jax.Array]) -> tuple[jax.Array, ...]:

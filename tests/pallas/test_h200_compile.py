@@ -227,6 +227,44 @@ def test_groups_of_sequences_compile_without_more_spills(op, capfd, monkeypatch)
 
 @pytest.mark.aot
 @pytest.mark.parametrize(
+    ("raw", "dtype", "beside"),
+    [
+        (False, jnp.bfloat16, True),
+        pytest.param(True, jnp.bfloat16, True, marks=pytest.mark.slow),
+        pytest.param(True, jnp.float16, True, marks=pytest.mark.slow),
+        pytest.param(False, jnp.bfloat16, False, marks=pytest.mark.slow),
+    ],
+)
+def test_scans_and_gradients_of_few_states_do_not_spill(
+    raw, dtype, beside, capfd, monkeypatch
+):
+    """Beside each other, as on an H100, with states at both ends; or one span of time after the other."""
+    monkeypatch.setitem(os.environ, "MOSAIC_GPU_DUMP_PTXAS", "1")
+    kernels = {"jfla_backward_scans", "jfla_grads_gdn"}
+    if beside:
+        kernels = {"jfla_backward_scans_beside_grads_gdn"}
+        monkeypatch.setattr(support, "bytes_per_us", lambda _: 3.03e6)
+    arrays, static = describe("gdn", (128, 128), raw, batch=16, time=8192)
+    arrays |= {name: jax.ShapeDtypeStruct(arrays[name].shape, dtype) for name in "qkv"}
+    if beside:
+        arrays["initial_state"] = jax.ShapeDtypeStruct((16, 2, 128, 128), jnp.float32)
+
+    def both(arrays: dict[str, Any]) -> dict[str, Any]:
+        chunk = lambda x: jfla.chunk_gdn(**x, **static, return_final_state=True)
+        out, adjoint = jax.vjp(chunk, arrays)
+        return adjoint(out)[0]
+
+    text = compile_for_h200(both, arrays)
+    assert (" while(" in text) == (not beside)
+    now = facts("".join(capfd.readouterr()), {})
+    assert kernels <= set(now)
+    for kernel in kernels:
+        assert now[kernel]["spilled bytes"] == 0
+        assert "serialized" not in now[kernel]
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(
     ("dims", "qk_norm", "batch"),
     [
         pytest.param((128, 128), True, 64, marks=pytest.mark.slow),

@@ -12,17 +12,15 @@ from jfla import chunk_op
 from jfla.pallas import support
 from jfla.pallas.dims import Dims
 from jfla.pallas.dims import dims_of as dims_of_call
+from jfla.pallas.forward_overlap import Overlap, overlap_schedule
 from jfla.pallas.heuristics import (
-    H200_BYTES_PER_US,
     HOPPER_SMS,
-    Overlap,
     decode_v_block,
-    num_spans,
-    overlap_schedule,
     schedule,
     schedule_of_part,
-    time_splits,
 )
+from jfla.pallas.kernel_times import H200_BYTES_PER_US
+from jfla.pallas.splits import num_spans, time_splits
 from jfla.types import OPS, Inputs
 
 

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from jfla.pallas.common.chunk_index import ChunkGrid
 from jfla.pallas.dims import Dims
-from jfla.pallas.heuristics import H200_BYTES_PER_US, Schedule, schedule
+from jfla.pallas.heuristics import Schedule, schedule
+from jfla.pallas.kernel_times import H200_BYTES_PER_US
 from jfla.pallas.segments import CTA_CHUNKS
 from jfla.types import OPS, Op
 

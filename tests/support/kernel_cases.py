@@ -167,7 +167,7 @@ def scheduled(
     num_sms: int = HOPPER_SMS,
     interpret: bool | None = None,
     in_place: bool = False,
-    **overrides: int,
+    **overrides: Any,
 ) -> Callable[..., DeltaRuleOutput]:
     """The chunked op by kernels, with the schedule for `num_sms` multiprocessors and fields as given.
 

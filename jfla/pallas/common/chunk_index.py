@@ -44,10 +44,14 @@ class ChunkIndex(NamedTuple):
 
     def tile(self, ref_gmem: Gmem) -> Gmem:
         """Its part of an array [B, HV, N, ...], or of a ring [B, HV, R, ...], in which chunks take turns."""
-        size = ref_gmem.shape[2]
-        in_ring = self.n_chunks is not None and size < self.n_chunks
-        chunk = lax.rem(self.chunk, jnp.int32(size)) if in_ring else self.chunk
-        return ref_gmem.at[self.batch, self.head, chunk]
+        in_ring = self.in_ring(ref_gmem.shape[2])
+        return ref_gmem.at[self.batch, self.head, in_ring.chunk]
+
+    def in_ring(self, size: int) -> "ChunkIndex":
+        """Its place where an array has so many chunks, in which all chunks take turns."""
+        if self.n_chunks is None or size >= self.n_chunks:
+            return self
+        return self._replace(chunk=lax.rem(self.chunk, jnp.int32(size)))
 
     def place(self, column: int) -> Index:
         """`SegmentChunks.places` of the chunk: an access to global memory, unless it was read ahead."""
@@ -102,6 +106,7 @@ class ChunkGrid(NamedTuple):
     heads: int
     n_chunks: int
     sequences_per_group: int = 0  # divides B HV; 0: all
+    descending: bool = False  # the last chunks come first
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -135,6 +140,8 @@ class ChunkGrid(NamedTuple):
             head = lax.rem(tile_index, heads)
             chunk = lax.div(rest, batch)
             row = lax.rem(rest, batch)
+        if self.descending:
+            chunk = self.n_chunks - 1 - chunk
         return ChunkIndex(row, head, chunk, places, self.n_chunks)
 
 
@@ -167,6 +174,37 @@ class PartGrid(NamedTuple):
         block = lax.rem(tile_index, num_blocks)
         index = self.chunks(lax.div(tile_index, num_blocks), places)
         return ChunkPart(index, block * self.tiles_per_block)
+
+
+class EqualSpans(NamedTuple):
+    """Spans of time of one length, of which the first may be shorter: they are counted from the end of time."""
+
+    n_chunks: int
+    num_spans: int
+
+    @property
+    def length(self) -> int:
+        """In chunks."""
+        return -(-self.n_chunks // self.num_spans)
+
+    def span_after(self, spans_after: Index) -> tuple[Index, Index]:
+        """The first chunk of the span that so many follow, and the first behind it."""
+        end = self.n_chunks - spans_after * self.length
+        return jnp.maximum(end - self.length, 0), end
+
+    def at(self, chunk: Index) -> tuple[Index, Index]:
+        """Whether a span begins at the chunk, and the number of the chunk's span."""
+        missing = self.num_spans * self.length - self.n_chunks  # of the first span
+        begins = lax.rem(chunk + missing, jnp.int32(self.length)) == 0
+        if missing:
+            begins = jnp.logical_or(begins, chunk == 0)
+        return begins, lax.div(chunk + missing, jnp.int32(self.length))
+
+    def last_span_first(self, i: Index) -> Index:
+        """The i-th chunk where spans go from the last to the first, and chunks within each in order."""
+        spans_after = lax.div(i, jnp.int32(self.length))
+        first, _ = self.span_after(spans_after)
+        return first + lax.rem(i, jnp.int32(self.length))
 
 
 class TimeSpan(NamedTuple):

@@ -119,10 +119,10 @@ def store_tile(tile_smem: Smem, target_gmem: Gmem) -> None:
             store_from_layout(target, load_with_layout(source, ROWS))
 
 
-def wait_for_stores(read_only: bool = False) -> None:
-    """Waits for this warpgroup's stores, or until their tiles have been read."""
+def wait_for_stores(read_only: bool = False, started_since: int = 0) -> None:
+    """Waits for this warpgroup's stores but the last `started_since`, or until their tiles have been read."""
     if on_hopper():
-        plgpu.wait_smem_to_gmem(0, wait_read_only=read_only)
+        plgpu.wait_smem_to_gmem(started_since, wait_read_only=read_only)
 
 
 def load_with_layout(ref: Gmem | Smem, layout: Layout) -> Reg:

@@ -39,6 +39,8 @@ class Lead(NamedTuple):
 
     tiles: int = 0  # of each row of the flags; 0: any number
     num_readers: int = 1  # warpgroups of the consumer that release each tile
+    num_writers: int = 1  # CTAs of the producer that signal each tile
+    descending: bool = False  # the last tile of a row is consumed first
 
 
 ANY_LEAD = Lead()
@@ -47,7 +49,7 @@ ANY_LEAD = Lead()
 class ReadyFlags(NamedTuple):
     """A semaphore in global memory for each tile that a producer writes; None where nobody waits.
 
-    It counts the producer, which is first, and the readers. Interpret mode has no semaphores, but runs CTAs one after
+    It counts the writers, which are first, and the readers. Interpret mode has no semaphores, but runs CTAs one after
     the other.
     """
 
@@ -66,7 +68,8 @@ class ReadyFlags(NamedTuple):
     def wait(self, index: tuple[Index, ...]) -> None:
         if self.flags_gmem is not None:
             flag = self.flags_gmem.at[tuple(index)]
-            plgpu.semaphore_wait(flag, 1, decrement=False, memory_scope="gpu")
+            writers = self.lead.num_writers
+            plgpu.semaphore_wait(flag, writers, decrement=False, memory_scope="gpu")
 
     def release(self, index: tuple[Index, ...]) -> None:
         """Tells that this warpgroup has seen the copies of the tile arrive, and that nobody reads it again."""
@@ -78,11 +81,14 @@ class ReadyFlags(NamedTuple):
         if self.flags_gmem is None or not self.lead.tiles:
             return
         *row, tile = index
+        lead = self.lead
+        earlier = tile + lead.tiles if lead.descending else tile - lead.tiles
+        num_tiles = self.flags_gmem.shape[-1]
 
-        @pl.when(tile >= self.lead.tiles)
+        @pl.when(earlier < num_tiles if lead.descending else earlier >= 0)
         def _():
-            flag = self.flags_gmem.at[(*row, tile - self.lead.tiles)]
-            count = 1 + self.lead.num_readers
+            flag = self.flags_gmem.at[(*row, earlier)]
+            count = lead.num_writers + lead.num_readers
             plgpu.semaphore_wait(flag, count, decrement=False, memory_scope="gpu")
 
 
@@ -173,11 +179,14 @@ def overlap(
     consume: Callable[[Any], PendingResults],
     flags_shape: tuple[int, ...],
     lead: Lead,
+    *,
+    consumer_first: bool = False,
 ) -> tuple[Any, Any]:
     """Launches a producer and its consumer together; `consume` makes the consumer from the producer's placeholders.
 
-    Producer CTAs have the lowest numbers, are scheduled first and with any `lead` never wait for a consumer: there is
-    then no deadlock even if the grid exceeds what is resident at once. Only the consumer's warpgroups move registers.
+    CTAs with the lowest numbers are scheduled first. If they are the producer's, with any `lead`, they never wait for a
+    consumer: there is then no deadlock even if the grid exceeds what is resident at once. With `consumer_first` the
+    consumer's CTAs hold multiprocessors while they wait, and have to leave some to the producer's.
     """
     consuming = consume(producing.placeholders())
     inputs = (producing.kernel.inputs, consuming.kernel.inputs)
@@ -200,15 +209,20 @@ def overlap(
         )
         ready_flags = ReadyFlags(allocate_flags(flags_shape), lead)
         cta = lax.axis_index("cta")
+        roles = [
+            (producer, producer_inputs, producer_outputs),
+            (consumer, consumer_inputs, consumer_outputs),
+        ]
+        first, second = reversed(roles) if consumer_first else roles
+        num_first = first[0].num_ctas
 
-        @pl.when(cta < producer.num_ctas)
-        def _produce():
-            _run_role(producer, producer_inputs, producer_outputs, cta, ready_flags)
+        @pl.when(cta < num_first)
+        def _first():
+            _run_role(*first, cta, ready_flags)
 
-        @pl.when(cta >= producer.num_ctas)
-        def _consume():
-            number = cta - producer.num_ctas
-            _run_role(consumer, consumer_inputs, consumer_outputs, number, ready_flags)
+        @pl.when(cta >= num_first)
+        def _second():
+            _run_role(*second, cta - num_first, ready_flags)
 
     outputs = launch(
         body,

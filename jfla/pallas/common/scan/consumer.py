@@ -34,6 +34,7 @@ from jfla.pallas.mgpu.opaque import opaque_zero
 from jfla.pallas.mgpu.registers import take_registers
 from jfla.pallas.mgpu.smem import F32, transposed
 from jfla.pallas.mgpu.types import Gmem, Index, Reg, Smem
+from jfla.types import CHUNK
 
 
 class ScanConsumer(ScanCta):
@@ -50,6 +51,9 @@ class ScanConsumer(ScanCta):
         else:
             self.scan_segments(wg)
         wait_for_stores()
+        if self.spec.signals is not None:
+            # The producer signals the last chunk.
+            plgpu.barrier_arrive(self.barriers.empty.at[self.stage(self.steps.end)])
 
     def scan_segments(self, wg: Index) -> None:
         """Scans the CTA's segments one after the other; the producer need not know where one ends."""
@@ -73,7 +77,6 @@ class ScanConsumer(ScanCta):
 
     def scan(self, steps: StepRange, wg: Index) -> None:
         """Scans chunks of one state."""
-        state = self.first_state(self.addressed_anew(wg))
 
         def step(i: Index, state: Reg) -> Reg:
             zero = opaque_zero() if self.few_registers else 0
@@ -83,6 +86,10 @@ class ScanConsumer(ScanCta):
                 state = self.with_added(i, state, wg + zero)
             return self.consume_chunk(i, state, wg + zero, zero)
 
+        if self.spec.spans_from_last:
+            self.scan_spans(step, wg)
+            return
+        state = self.first_state(self.addressed_anew(wg))
         if self.stores_groups:
             state = self.scan_groups(step, state, wg)
         else:
@@ -136,6 +143,20 @@ class ScanConsumer(ScanCta):
 
         return lax.fori_loop(0, self.spec.num_groups, scan_group, state)
 
+    def scan_spans(self, step: Any, wg: Index) -> None:
+        """Scans span by span, each from its own state."""
+        num_spans = self.spec.spans_from_last
+        length = self.spec.spans(num_spans).length
+
+        def scan_span(spans_after: Index, carry: None) -> None:
+            span = num_spans - 1 - spans_after
+            at_span = self._replace(index=self.index._replace(time_split=span))
+            first = spans_after * length
+            end = jnp.minimum(first + length, self.spec.n_chunks)
+            lax.fori_loop(first, end, step, at_span.first_state(wg))
+
+        lax.fori_loop(0, num_spans, scan_span, None)
+
     def with_added(self, i: Index, state: Reg, wg: Index) -> Reg:
         """In reverse: the state and what is added to it where a group of chunks ends."""
         chunk = self.span_chunk(i)
@@ -157,7 +178,7 @@ class ScanConsumer(ScanCta):
         stage = self.stage(i, zero)
         place = self.read_ahead(self.span_chunk(i), RESULTS)
         self.wait_for_chunk(i, stage)
-        self.ready_flags.release(self.span_chunk(i).number)
+        self.read_flags.release(self.span_chunk(i).number)
         stored: list[int] = []
 
         def store(which: int, x: Reg) -> None:
@@ -175,17 +196,25 @@ class ScanConsumer(ScanCta):
         state = self.spec.step(state, self.tiles(stage, wg), store)
         # Orders this chunk's reads of shared memory before the copies that refill its stage, too.
         commit_smem()
-        if self.config.has_producer:
-            plgpu.barrier_arrive(self.barriers.empty.at[stage])
-        else:
-
-            @pl.when(i + self.config.stages < self.steps.end)
-            def _():
-                self.copy_chunk(self.global_chunk(i + self.config.stages), stage)
-
+        if self.spec.signals is None:
+            self.refill(i, stage)
         for which in stored:
             self.store_staged(which, i, wg, place)
+        if self.spec.signals is not None:
+            # The producer signals the chunk before, whose stores have had this step's time to end.
+            wait_for_stores(started_since=len(stored))
+            self.refill(i, stage)
         return state
+
+    def refill(self, i: Index, stage: Index) -> None:
+        """Gives the stage of a step's chunk back, for the chunk that is so many stages ahead."""
+        if self.config.has_producer:
+            plgpu.barrier_arrive(self.barriers.empty.at[stage])
+            return
+
+        @pl.when(i + self.config.stages < self.steps.end)
+        def _():
+            self.copy_chunk(self.global_chunk(i + self.config.stages), stage)
 
     def wait_for_chunk(self, i: Index, stage: Index) -> None:
         """Waits until a step's chunk is in shared memory."""
@@ -231,17 +260,17 @@ class ScanConsumer(ScanCta):
             return
         in_span = self.spec.outputs.stores[which] is not None
         chunk = self.span_chunk(i) if in_span else self.global_chunk(i)
+        chunk = chunk.in_ring(out.shape[1] // CHUNK)
         store = functools.partial(store_tile, staged)
         chunk.at_place(place).for_rows(out, self.spec.value_heads, columns, store)
 
     def store_checkpoint(self, i: Index, state: Reg, wg: Index) -> None:
         """Stores the state where a span of time begins."""
         chunk = self.span_chunk(i)
-        span_chunks = jnp.int32(self.spec.n_chunks // self.spec.num_checkpoints)
+        begins, span = self.spec.spans(self.spec.num_checkpoints).at(chunk.chunk)
 
-        @pl.when(lax.rem(chunk.chunk, span_chunks) == 0)
+        @pl.when(begins)
         def _():
-            span = lax.div(chunk.chunk, span_chunks)
             self.checkpoints.at[chunk.batch, chunk.head, span, self.columns(wg)][
                 ...
             ] = state

@@ -20,7 +20,7 @@ from jfla.pallas.common.scan.spec import (
     SharedStorage,
 )
 from jfla.pallas.mgpu.copies import Copies
-from jfla.pallas.mgpu.overlap import ReadyFlags
+from jfla.pallas.mgpu.overlap import NO_FLAGS, ReadyFlags
 from jfla.pallas.mgpu.registers import leave_registers
 from jfla.pallas.mgpu.types import Barrier, Gmem, Index
 
@@ -67,7 +67,11 @@ class ScanCta(NamedTuple):
 
     def span_chunk(self, i: Index) -> ChunkIndex:
         """The chunk of a step, in arrays that hold the scanned span alone."""
-        chunk = self.steps.first + self.steps.end - 1 - i if self.spec.reverse else i
+        chunk = i
+        if self.spec.reverse:
+            chunk = self.steps.first + self.steps.end - 1 - i
+        if self.spec.spans_from_last:
+            chunk = self.spec.spans(self.spec.spans_from_last).last_span_first(i)
         places = places_of(self.gmem.chunks.values)
         batch = self.index.batch
         return ChunkIndex(batch, self.index.head, chunk, places, self.spec.n_chunks)
@@ -76,6 +80,18 @@ class ScanCta(NamedTuple):
         """The same chunk in arrays that hold all of time."""
         chunk = self.span_chunk(i)
         return chunk._replace(chunk=chunk.chunk + self.chunk_offset)
+
+    @property
+    def read_flags(self) -> ReadyFlags:
+        """Of the chunks that this scan reads."""
+        return self.ready_flags if self.spec.signals is None else NO_FLAGS
+
+    @property
+    def written_flags(self) -> ReadyFlags:
+        """Of the chunks that this scan writes."""
+        if self.spec.signals is None:
+            return NO_FLAGS
+        return self.ready_flags._replace(lead=self.spec.signals)
 
     def columns(self, wg: Index) -> Index:
         """A consumer warpgroup's columns of V."""
@@ -111,9 +127,10 @@ class ScanCta(NamedTuple):
         first, end = self.steps
         stages = self.config.stages
 
+        # A ring has room for the first chunks.
         @pl.loop(first, jnp.minimum(first + stages, end))
         def _prologue(i):
-            self.ready_flags.wait(self.span_chunk(i).number)
+            self.read_flags.wait(self.span_chunk(i).number)
             self.copy_chunk(self.global_chunk(i), self.stage(i))
 
         @pl.loop(first, end - stages)
@@ -121,14 +138,31 @@ class ScanCta(NamedTuple):
             chunk = self.global_chunk(i + stages)
             chunk = chunk.at_place(self.read_ahead(chunk, INPUTS))
             # The flag first: that wait is long, and the stage is empty by then.
-            self.ready_flags.wait(self.span_chunk(i + stages).number)
-            plgpu.barrier_wait(self.barriers.empty.at[self.stage(i)])
+            number = self.span_chunk(i + stages).number
+            self.read_flags.wait(number)
+            self.wait_until_consumed(i)
+            self.written_flags.wait_for_room(number)
             self.copy_chunk(chunk, self.stage(i))
 
-        # Every arrival has to be observed, or the barrier is left in the wrong phase.
-        @pl.loop(jnp.maximum(end - stages, first), end)
+        # Every arrival has to be observed, or the barrier is left in the wrong phase. Where chunks are signalled, the
+        # consumers arrive once more, behind the last chunk's stores.
+        arrivals_end = end if self.spec.signals is None else end + 1
+
+        @pl.loop(jnp.maximum(end - stages, first), arrivals_end)
         def _drain(i):
-            plgpu.barrier_wait(self.barriers.empty.at[self.stage(i)])
+            self.wait_until_consumed(i)
+
+    def wait_until_consumed(self, i: Index) -> None:
+        """Waits until a step's stage is empty. The stores of the chunk before have then ended, and are signalled.
+
+        A signal's fence takes 0.7 us, for which a consumer that signalled itself would keep the next step waiting.
+        """
+        plgpu.barrier_wait(self.barriers.empty.at[self.stage(i)])
+        if self.spec.signals is not None:
+
+            @pl.when(i > self.steps.first)
+            def _():
+                self.written_flags.signal(self.span_chunk(i - 1).number)
 
     def copy_chunk(self, chunk: ChunkIndex, stage: Index) -> None:
         """Starts the copies of a chunk, by its number among all chunks, into a pipeline stage."""

@@ -12,11 +12,12 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-from jfla.pallas.common.chunk_index import TILE_V, TimeSpan
+from jfla.pallas.common.chunk_index import TILE_V, EqualSpans, TimeSpan
 from jfla.pallas.common.packed_rows import Rows, SegmentTable
 from jfla.pallas.common.token_decay import TokenDecay, decay_smem
 from jfla.pallas.heuristics import HOPPER_SMEM_BYTES, Schedule
 from jfla.pallas.machine import on_hopper
+from jfla.pallas.mgpu.overlap import Lead
 from jfla.pallas.mgpu.registers import RegisterLimits
 from jfla.pallas.mgpu.smem import F32, num_bytes, tile_smem
 from jfla.pallas.mgpu.types import Barrier, Gmem, MemorySpec, Reg, Smem
@@ -154,7 +155,11 @@ class ScanSpec(NamedTuple):
     reverse: bool = False
     time_splits: int = 1  # spans of time that run side by side, or packed segments
     last: Literal["every split", "caller", None] = "every split"
-    num_checkpoints: int = 0  # of so many equal spans the state at the start is stored
+    num_checkpoints: int = 0  # of so many `EqualSpans` the state at the start is stored
+    # `EqualSpans` that are scanned from the last to the first, each from its state in `operands.initial`; 0: one
+    spans_from_last: int = 0
+    # where a kernel beside the scan reads what it stores: each warpgroup signals every chunk
+    signals: Lead | None = None
     last_dtype: DTypeLike = F32  # of the last state as the caller has it
     # the last state of every group of so many chunks; needs one split and no span
     group_chunks: int | None = None
@@ -166,6 +171,10 @@ class ScanSpec(NamedTuple):
         if self.operands.span is not None:
             time = self.stores[-1].shape[1]
         return time // CHUNK
+
+    def spans(self, num_spans: int) -> EqualSpans:
+        """The chunks in so many spans."""
+        return EqualSpans(self.n_chunks, num_spans)
 
     @property
     def num_groups(self) -> int:

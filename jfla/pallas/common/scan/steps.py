@@ -17,12 +17,15 @@ from collections.abc import Callable
 import jax
 from jax.typing import DTypeLike
 
+from jfla.pallas.backward_overlap import BackwardOverlap
 from jfla.pallas.common.chunk_index import TILE_V, TimeSpan
 from jfla.pallas.common.packed_rows import Rows, SegmentTable, rows_like
 from jfla.pallas.common.scan.pipeline import scan_kernel
+from jfla.pallas.common.scan.signalling import signalling_specs
 from jfla.pallas.common.scan.spec import (
     ChunkTiles,
     ScanConfig,
+    ScanOutputs,
     ScanSpec,
     Store,
     gmem_operands,
@@ -30,7 +33,7 @@ from jfla.pallas.common.scan.spec import (
 from jfla.pallas.common.token_decay import times
 from jfla.pallas.mgpu.copies import commit_smem, write
 from jfla.pallas.mgpu.mma import MatmulQueue, Products, Sum, load
-from jfla.pallas.mgpu.overlap import PendingResults, run
+from jfla.pallas.mgpu.overlap import PendingResults
 from jfla.pallas.mgpu.smem import F32, transposed
 from jfla.pallas.mgpu.types import Gmem, Reg, Smem
 from jfla.stages import (
@@ -223,14 +226,16 @@ def backward_scans_kernel(
     span: TimeSpan | None = None,
     group_chunks: int | None = None,
     segments: SegmentTable | None = None,
-) -> tuple[ScanResults, Gmem]:
-    """`ScanResults`, and dS^T where every time split begins if it is kept: the two scans in one launch.
+    beside_grads: BackwardOverlap | None = None,
+) -> PendingResults:
+    """`ScanResults`, and dS^T where every time split begins if it is kept: the two scans in one kernel.
 
     `ends` is (S^T before time, dS^T after it), each None for zeros, of every one of `segments`. With
     `group_chunks` the second is what is added
     to dS^T after every group of so many chunks, [B, HV, groups, V, K]. On a span of time they are (the states before
     every span [B, HV, spans, V, K], a reference to dS^T after the span, which takes that before it), and `span.results`
-    is a reference that takes dv; `ScanResults` then has None for it.
+    is a reference that takes dv; `ScanResults` then has None for it. With `beside_grads` the first are the states
+    before every span, too, states, their cotangents and v_new may be rings, and every chunk is signalled.
     """
     initial, d_final = ends
     n_chunks = v.shape[1] // CHUNK
@@ -245,13 +250,17 @@ def backward_scans_kernel(
             operands=operands, time_splits=1, group_chunks=group_chunks
         )
     forward = _states_spec(qk, intra, v, initial, n_chunks, span, segments)
-    backward, states = run(
-        scan_kernel((reverse, forward), config, "jfla_backward_scans")
-    )
-    dstates, dv = backward.stores
-    return ScanResults(
-        states.stores[0], dstates, states.stores[1], do, dv
-    ), backward.last
+    if beside_grads is not None:
+        reverse, forward = signalling_specs(reverse, forward, beside_grads, config)
+    pending = scan_kernel((reverse, forward), config, "jfla_backward_scans")
+
+    def resolve(outputs: list[ScanOutputs]) -> tuple[ScanResults, Gmem]:
+        backward, states = outputs
+        dstates, dv = backward.stores
+        scans = ScanResults(states.stores[0], dstates, states.stores[1], do, dv)
+        return scans, backward.last
+
+    return pending._replace(resolve=resolve)
 
 
 def _states_spec(

@@ -14,6 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
+from jfla.pallas.backward_overlap import BackwardOverlap
 from jfla.pallas.common.chunk_index import (
     CHANNEL_BLOCK,
     TILE_K,
@@ -26,7 +27,7 @@ from jfla.pallas.common.qk_tiles import K, Q, QkOptions
 from jfla.pallas.common.results import KernelGrads
 from jfla.pallas.mgpu.copies import Copies
 from jfla.pallas.mgpu.iota import write_iota
-from jfla.pallas.mgpu.launch import launch
+from jfla.pallas.mgpu.overlap import Kernel, PendingResults, ReadyFlags
 from jfla.pallas.mgpu.registers import RegisterLimits, leave_registers, take_registers
 from jfla.pallas.mgpu.scheduler import TileScheduler, WorkTile
 from jfla.pallas.mgpu.smem import F32
@@ -62,13 +63,20 @@ from jfla.types import CHUNK
 REGISTERS = RegisterLimits(232, 40)
 
 
-def run_consumer(ctx: GradsGdnWarpgroup, out_gmem: KernelGrads) -> None:
+def run_consumer(
+    ctx: GradsGdnWarpgroup, out_gmem: KernelGrads, ready_flags: ReadyFlags
+) -> None:
     """What a consumer warpgroup does with a chunk."""
 
     def add(v_tile: Index, sums: SumsOverV) -> SumsOverV:
         return add_v_tile(ctx, v_tile, sums)
 
     sums = lax.fori_loop(0, ctx.spec.v_tiles, add, zero_sums())
+
+    @pl.when(ctx.wg == 0)
+    def _():
+        ready_flags.release(ctx.span_chunk.number)
+
     plgpu.barrier_wait(ctx.barriers.qk_full)
     write_pair_weights(ctx, sums.weights)
     ctx.sync_warpgroups()
@@ -102,7 +110,8 @@ def load_v_tile(ctx: GradsGdnWarpgroup, v_tile: int, stage: Index) -> None:
         start = functools.partial(
             copies.start, target_smem=ctx.smem.values.at[stage, which]
         )
-        index.for_rows(source, ctx.spec.heads, rows_of_state, start)
+        in_ring = index.in_ring(source.shape[1] // CHUNK)
+        in_ring.for_rows(source, ctx.spec.heads, rows_of_state, start)
     for which, source in ((STATE, scans.states), (DSTATE, scans.dstates)):
         for tile in range(ctx.spec.num_tiles):
             source_tile = ctx.span_chunk.tile(source).at[
@@ -133,13 +142,20 @@ def grads_gdn(
     max_ctas: int,
     out_dtype: DTypeLike,
     span: TimeSpan | None = None,
-) -> KernelGrads:
-    """On the host: launches the kernel. Shapes are those of `result_shapes`.
+    beside_scans: BackwardOverlap | None = None,
+) -> PendingResults:
+    """On the host: the kernel, not launched yet. Shapes are those of `result_shapes`.
 
     `qk` and `token_scalars` are those of `intra_gdn`. With a span of time the results are its
-    references.
+    references. `beside_scans` it takes chunks in the order in which the scans are done with them.
     """
-    spec = _spec(scans, options, token_scalars.shape[3])
+    spec = _spec(qk, scans, options, token_scalars.shape[3])
+    if span is not None:
+        spec = spec._replace(grid=spec.grid._replace(n_chunks=scans.states.shape[2]))
+    if beside_scans is not None:
+        group = beside_scans.sequences_per_group
+        grid = spec.grid._replace(sequences_per_group=group, descending=True)
+        spec = spec._replace(grid=grid)
     smem_spec = grads_gdn_storage(spec)
     stages = smem_spec.values.shape[0]
     scheduler = TileScheduler(spec.grid.num_tiles, max_ctas)
@@ -149,8 +165,9 @@ def grads_gdn(
         outputs_gmem: KernelGrads | None,
         smem: SharedStorage,
         barriers: Barriers,
+        cta: Index,
+        ready_flags: ReadyFlags,
     ) -> None:
-        cta = lax.axis_index("cta")
         wg = lax.axis_index("wg")
         out_gmem: Gmem = outputs_gmem if gmem.span is None else gmem.span.results
 
@@ -164,36 +181,43 @@ def grads_gdn(
             def _():
                 take_registers(REGISTERS.consumer)
                 write_iota(smem.iota.at[wg])
-                consume = lambda work: run_consumer(context(work), out_gmem)
+                consume = lambda work: run_consumer(
+                    context(work), out_gmem, ready_flags
+                )
                 tiles.for_each_tile(consume, cta, 0)
                 plgpu.wait_smem_to_gmem(0)
 
             @pl.when(wg == GDN_CONSUMERS)
             def _():
                 leave_registers(REGISTERS.producer)
-                produce = lambda work: produce_chunk(
-                    context(work), load_v_tile, load_qk
-                )
+
+                def produce(work: WorkTile) -> None:
+                    ctx = context(work)
+                    ready_flags.wait(ctx.span_chunk.number)
+                    produce_chunk(ctx, load_v_tile, load_qk)
+
                 tiles.for_each_tile(produce, cta, 0)
                 drain(barriers, tiles.tile_count(cta), spec.v_tiles, stages)
 
         tiles.if_any(cta, 0, run_roles)
 
-    batch, time, heads, _ = scans.v_new.shape
+    batch, time, heads, _ = scans.do.shape
     key_dim = scans.states.shape[-1]
     shapes = result_shapes(qk.q, (batch, time, heads, key_dim), options, out_dtype)
-    outputs = launch(
-        body,
-        GradsGdnInputs(qk.q, qk.k, scans, qk.factors, token_scalars, span),
-        shapes if span is None else None,
-        grid={"cta": scheduler.num_ctas},
+    kernel = Kernel(
+        name="jfla_grads_gdn",
+        inputs=GradsGdnInputs(qk.q, qk.k, scans, qk.factors, token_scalars, span),
+        outputs=shapes if span is None else None,
+        num_ctas=scheduler.num_ctas,
         num_warpgroups=GDN_CONSUMERS + 1,
         registers=REGISTERS.of(GDN_CONSUMERS),
         smem=smem_spec,
         barriers=grads_gdn_barriers(spec, stages),
-        name="jfla_grads_gdn",
+        body=body,
     )
-    return outputs if span is None else span.results
+    return PendingResults(
+        kernel, lambda outputs: outputs if span is None else span.results
+    )
 
 
 def result_shapes(
@@ -225,9 +249,10 @@ def sum_over_channel_blocks(grads: KernelGrads) -> KernelGrads:
 
 
 def _spec(
-    scans: ScanResults, options: QkOptions, num_token_scalars: int
+    qk: FactoredQK, scans: ScanResults, options: QkOptions, num_token_scalars: int
 ) -> GradsGdnSpec:
-    batch, heads, n_chunks, value_dim, key_dim = scans.states.shape
+    batch, heads, n_chunks = qk.factors.shape[:3]
+    value_dim, key_dim = scans.states.shape[3:]
     channel_blocks = _channel_blocks(key_dim)
     return GradsGdnSpec(
         options=options,

@@ -1,0 +1,215 @@
+"""The backward's scans of a scalar gate beside its gradient kernel: when they are, that they can always go on, bits."""
+
+import collections
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from support.kernel_cases import Call, inputs, results, scheduled
+
+from jfla.pallas.backward_overlap import BackwardOverlap
+from jfla.pallas.common.chunk_index import ChunkGrid, EqualSpans
+from jfla.pallas.common.scan.spec import ScanConfig
+from jfla.pallas.dims import Dims
+from jfla.pallas.heuristics import HOPPER_SMS, Schedule, schedule, schedule_of_part
+from jfla.pallas.kernel_times import BYTES_PER_US, H200_BYTES_PER_US
+from jfla.pallas.mgpu import overlap
+from jfla.types import OPS
+
+H100_BYTES_PER_US = BYTES_PER_US["NVIDIA H100 80GB HBM3"]
+
+
+@pytest.mark.parametrize(
+    ("op", "batch", "heads", "time", "bytes_per_us", "group"),
+    [
+        ("gdn", 1, 32, 8192, H100_BYTES_PER_US, 0),
+        ("gdn", 8, 32, 4096, H100_BYTES_PER_US, 32),
+        ("gdn", 1, 32, 65536, H100_BYTES_PER_US, 0),
+        ("gdn", 1, 32, 8192, H200_BYTES_PER_US, None),  # not timed
+        ("gdn", 1, 16, 8192, H100_BYTES_PER_US, None),  # a chain takes longer
+        ("gdn", 1, 32, 1024, H100_BYTES_PER_US, None),  # few chunks
+        ("gdn", 1, 4, 65536, H100_BYTES_PER_US, None),  # time is split
+        ("kda", 1, 32, 8192, H100_BYTES_PER_US, None),
+    ],
+)
+def test_scans_are_beside_the_gradients_where_that_is_shorter(
+    op, batch, heads, time, bytes_per_us, group
+):
+    dims = Dims(batch, heads, time // 64, 128, 128)
+    found = schedule(OPS[op], dims, bytes_per_us=bytes_per_us)
+    beside = found.backward_overlap
+    assert (None if beside is None else beside.sequences_per_group) == group
+    if beside is None:
+        assert found.num_checkpoints == found.num_spans
+        return
+    sequences = group or batch * heads
+    assert beside.grads_ctas == HOPPER_SMS - 2 * sequences
+    assert found.num_checkpoints == beside.num_spans
+    shared = schedule(OPS[op], dims, bytes_per_us=bytes_per_us, exclusive=False)
+    assert shared.backward_overlap is None
+
+
+@pytest.mark.parametrize(("time", "long_spans"), [(8192, 4), (8448, 4), (9472, 0)])
+def test_a_part_keeps_the_states_of_the_whole(time, long_spans):
+    """Its own kernels go one after the other. 148 chunks are four long spans, but no short ones make up 37."""
+    op = OPS["gdn"]
+    dims = Dims(1, 64, time // 64, 128, 128)
+    whole = schedule(op, dims, bytes_per_us=H100_BYTES_PER_US)
+    part = schedule_of_part(op, dims._replace(heads=32), whole)
+    assert whole.backward_overlap is not None
+    assert part.backward_overlap == whole.backward_overlap._replace(grads_ctas=0)
+    assert part.num_checkpoints == whole.num_checkpoints
+    assert part.num_spans == long_spans
+    assert whole.num_checkpoints % (long_spans or 1) == 0
+
+
+@pytest.mark.parametrize(("n_chunks", "num_spans"), [(12, 3), (7, 3), (9, 9), (5, 1)])
+def test_spans_are_counted_from_the_end_of_time(n_chunks, num_spans):
+    spans = EqualSpans(n_chunks, num_spans)
+    order = [int(spans.last_span_first(jnp.int32(i))) for i in range(n_chunks)]
+    chunks = np.arange(n_chunks)
+    of_spans = np.array_split(chunks[::-1], range(spans.length, n_chunks, spans.length))
+    assert len(of_spans) == num_spans
+    assert order == [int(chunk) for span in of_spans for chunk in span[::-1]]
+    begins, span = (np.asarray(x) for x in spans.at(jnp.arange(n_chunks)))
+    firsts = sorted(span[-1] for span in of_spans)
+    assert chunks[begins].tolist() == firsts
+    assert span[begins].tolist() == list(range(num_spans))
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    batch=st.integers(1, 4),
+    heads=st.sampled_from([16, 24, 32, 40, 64]),
+    n_chunks=st.integers(32, 100),
+    bytes_per_us=st.sampled_from([H100_BYTES_PER_US, 2e6, 1e6]),
+    num_sms=st.sampled_from([78, 114, 132]),
+)
+def test_scans_always_get_room(batch, heads, n_chunks, bytes_per_us, num_sms):
+    dims = Dims(batch, heads, n_chunks, 128, 128)
+    found = schedule(OPS["gdn"], dims, num_sms, bytes_per_us=bytes_per_us)
+    if found.backward_overlap is not None:
+        assert chunks_read(dims, found) == dims.num_chunks
+
+
+def test_a_ring_as_long_as_the_pipeline_would_never_get_room():
+    """What the simulation is for."""
+    dims = Dims(1, 32, 128, 128, 128)
+    found = schedule(OPS["gdn"], dims, bytes_per_us=H100_BYTES_PER_US)
+    assert found.backward_overlap is not None
+    assert chunks_read(dims, found) == dims.num_chunks
+    short = found.backward_overlap._replace(dstate_ring=ScanConfig().stages)
+    assert chunks_read(dims, found, short) < dims.num_chunks
+
+
+def chunks_read(
+    dims: Dims, found: Schedule, beside: BackwardOverlap | None = None
+) -> int:
+    """Chunks whose gradients are made, when no CTA can go on.
+
+    Scans begin in the order of their numbers, as others end; a scan signals a chunk when the next one is consumed, and
+    copies one as many stages ahead, for which the ring of its results must have room.
+    """
+    beside = beside or found.backward_overlap
+    assert beside is not None
+    n_chunks = dims.n_chunks
+    stages = ScanConfig().stages
+    grid = ChunkGrid(
+        dims.batch,
+        dims.heads,
+        n_chunks,
+        beside.sequences_per_group,
+        descending=True,
+    )
+    index = grid(jnp.arange(dims.num_chunks))
+    tiles = list(
+        zip(
+            np.asarray(index.batch * dims.heads + index.head).tolist(),
+            np.asarray(index.chunk).tolist(),
+        )
+    )
+    in_reverse = list(range(n_chunks))[::-1]
+    spans = EqualSpans(n_chunks, beside.num_spans)
+    by_spans = np.asarray(spans.last_span_first(jnp.arange(n_chunks))).tolist()
+    waiting = collections.deque(
+        (sequence, order, ring or n_chunks)
+        for sequence in range(dims.sequences)
+        for order, ring in (
+            (in_reverse, beside.dstate_ring),
+            (by_spans, beside.state_ring),
+        )
+    )
+    resident: list[list[Any]] = []
+    signalled: collections.Counter = collections.Counter()
+    read = set()
+    next_tile = list(range(beside.grads_ctas))
+    going = True
+    while going:
+        going = False
+        while waiting and len(resident) < found.num_sms - beside.grads_ctas:
+            resident.append([*waiting.popleft(), 0])
+        for cta in list(resident):
+            sequence, order, ring, step = cta
+            while step < n_chunks:
+                ahead = step + stages
+                if ahead < n_chunks:
+                    earlier = order[ahead] + ring
+                    if earlier < n_chunks and (sequence, earlier) not in read:
+                        break
+                signalled[sequence, order[step]] += 1
+                step += 1
+                going = True
+            cta[-1] = step
+            if step == n_chunks:
+                resident.remove(cta)
+        for cta, tile in enumerate(next_tile):
+            while tile < len(tiles) and signalled[tiles[tile]] == 2:
+                read.add(tiles[tile])
+                tile += beside.grads_ctas
+                going = True
+            next_tile[cta] = tile
+    return len(read)
+
+
+@pytest.mark.interpreted  # one CTA runs after the other: the scans first
+@pytest.mark.parametrize(
+    ("heads", "time", "value_dim", "num_spans", "group"),
+    [
+        (1, 190, 64, 2, 0),  # the first span is shorter
+        pytest.param(1, 256, 128, 4, 0, marks=pytest.mark.slow),
+        pytest.param(2, 250, 64, 2, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_scans_beside_the_gradients_give_the_same_bits(
+    heads, time, value_dim, num_spans, group, monkeypatch
+):
+    """And every warpgroup waits for its stores before its CTA signals them, one chunk later."""
+    signals, waits = [], []
+
+    def signal(self: overlap.ReadyFlags, _: Any) -> None:
+        signals.append(self.flags_gmem)
+        plgpu.wait_smem_to_gmem(0)
+
+    def wait(self: overlap.ReadyFlags, _: Any) -> None:
+        waits.append((self.flags_gmem, self.lead.num_writers))
+
+    monkeypatch.setattr(overlap, "allocate_flags", lambda shape: shape)
+    monkeypatch.setattr(overlap.ReadyFlags, "signal", signal)
+    monkeypatch.setattr(overlap.ReadyFlags, "wait", wait)
+    sizes = {"time": time, "heads": heads, "value_dim": value_dim, "group": 1}
+    arrays, rest = inputs(Call("gdn", "raw", **sizes))
+    alone = results(scheduled("gdn"), arrays, rest)
+    flags_shape = (arrays["v"].shape[0], heads, -(-time // 64))
+    assert flags_shape not in signals
+    form = BackwardOverlap(3, num_spans, group, state_ring=0, dstate_ring=0)
+    beside = results(scheduled("gdn", backward_overlap=form), arrays, rest)
+    assert flags_shape in signals
+    assert (flags_shape, 2) in waits
+    jax.tree.map(
+        np.testing.assert_array_equal, *jax.tree.map(np.asarray, (alone, beside))
+    )
