@@ -21,14 +21,17 @@ from jfla.pallas.kernel_times import (
 from jfla.pallas.splits import backward_v_block, group_sizes, num_spans, time_splits
 from jfla.types import Op
 
-# Of a span. The scan of the states has the GPU for itself in the first one, and the forward stores a state for each.
+# The fewest and the most of a span. Nothing runs beside the scan of the states in its first span, so that long spans
+# cost the backward time, and the forward stores a state for each, so that short ones cost time and memory.
 SPAN_CHUNKS = (16, 32)
 # A chunk's operands are copied while three others are in the pipeline, so that the scan is at most four chunks ahead of
 # the gradients. Of more, the second-level cache has lost the first when they are read.
 DSTATE_RING = 7
-STATE_RING_MORE = 4  # than two spans: the pipeline's chunks, which wait for room in the ring one by one
+# Chunks of the states' ring beyond two spans. A producer waits for room for a chunk before it has signalled the last
+# three: with two spans alone the gradients could not begin a span until they had ended the one before.
+STATE_RING_SLACK = 4
 DIM = 128  # K and V; with others the two kernels were not timed
-# What a copy moves on an H100, or less; side by side they were not timed on a GPU with faster memory.
+# Just above an H100's copy rate. On a GPU with faster memory the launch was not timed, and has less to gain.
 MAX_BYTES_PER_US = 3.1e6
 
 
@@ -45,7 +48,7 @@ class BackwardOverlap(NamedTuple):
 def backward_overlap(
     op: Op, dims: Dims, num_sms: int, bytes_per_us: float
 ) -> BackwardOverlap | None:
-    """Where that is clearly shorter than one kernel after the other; of a scalar gate with K = V = 128, as on an H100.
+    """The shortest launch of both; None where one kernel after the other is not clearly longer, or it was not timed.
 
     The scans have a CTA each for every sequence of a group, and the gradient kernel has the other multiprocessors. All
     of these CTAs have to find room at once.
@@ -73,7 +76,7 @@ def backward_overlap(
     if not choices or min(choices)[0] >= CLEARLY_SHORTER * one_by_one:
         return None
     _, grads_ctas, group = min(choices)
-    state_ring = 2 * length + STATE_RING_MORE
+    state_ring = 2 * length + STATE_RING_SLACK
     if state_ring >= dims.n_chunks:
         state_ring = 0
     return BackwardOverlap(grads_ctas, spans, group, state_ring, DSTATE_RING)

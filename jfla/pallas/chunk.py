@@ -31,10 +31,7 @@ from jfla.pallas.common.packed_rows import Rows
 from jfla.pallas.common.results import ALL_CHUNKS, IntraResults, KernelGrads, RingChunks
 from jfla.pallas.common.scan.spec import ScanConfig
 from jfla.pallas.common.scan.split_time import split_ends, split_states, stretch_end
-from jfla.pallas.common.scan.steps import (
-    backward_scans_kernel,
-    output_scan_kernel,
-)
+from jfla.pallas.common.scan.steps import backward_scans_kernel, output_scan_kernel
 from jfla.pallas.context import interpreting
 from jfla.pallas.heuristics import Schedule
 from jfla.pallas.machine import tracing_for

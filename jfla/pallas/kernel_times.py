@@ -34,11 +34,11 @@ SCAN_US = {False: {64: 1.25, 128: 2.0}, True: {64: 1.25, 128: 1.85}}
 SEGMENT_SCAN_US = {64: 1.55, 128: 2.0}
 # Of a chunk of one of the backward's scans, which store states, by the CTA's columns of V
 BACKWARD_SCAN_US = {64: 1.35, 128: 2.25}
-BACKWARD_COPY_SHARE = (
-    0.88  # of a copy's rate, where these scans or the gradients fill the GPU
-)
+# Of a copy's rate, where these scans or the gradients fill the GPU
+BACKWARD_COPY_SHARE = 0.88
 GRADS_US = 5.6  # of a chunk of a scalar gate, of a CTA of the gradient kernel that waits for no bytes
-# Of a chunk of all sequences, beside the gradients: until these have read a chunk that a scan writes over.
+# The least for a chunk of all sequences beside the gradients: a step of a scan waits for its stores, and the producer
+# for room in a ring.
 BACKWARD_BESIDE_US = 2.7
 NEXT_GROUP_US = 10  # until a scan's CTAs are those of the next group
 SEGMENTS_COPY_SHARE = 0.9  # of a copy's rate, beside the scans of segments (an H100)

@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from support.kernel_cases import Call, inputs, results, scheduled
 
+from jfla.pallas import scans_and_grads
 from jfla.pallas.backward_overlap import BackwardOverlap
 from jfla.pallas.common.chunk_index import ChunkGrid, EqualSpans
 from jfla.pallas.common.scan.spec import ScanConfig
+from jfla.pallas.common.scan.steps import backward_scans_kernel
 from jfla.pallas.dims import Dims
 from jfla.pallas.heuristics import HOPPER_SMS, Schedule, schedule, schedule_of_part
 from jfla.pallas.kernel_times import BYTES_PER_US, H200_BYTES_PER_US
@@ -76,7 +78,7 @@ def test_spans_are_counted_from_the_end_of_time(n_chunks, num_spans):
     of_spans = np.array_split(chunks[::-1], range(spans.length, n_chunks, spans.length))
     assert len(of_spans) == num_spans
     assert order == [int(chunk) for span in of_spans for chunk in span[::-1]]
-    begins, span = (np.asarray(x) for x in spans.at(jnp.arange(n_chunks)))
+    begins, span = (np.asarray(x) for x in spans.span_of(jnp.arange(n_chunks)))
     firsts = sorted(span[-1] for span in of_spans)
     assert chunks[begins].tolist() == firsts
     assert span[begins].tolist() == list(range(num_spans))
@@ -198,6 +200,14 @@ def test_scans_beside_the_gradients_give_the_same_bits(
     def wait(self: overlap.ReadyFlags, _: Any) -> None:
         waits.append((self.flags_gmem, self.lead.num_writers))
 
+    scanned_spans = []
+
+    def spy(*args: Any, **kwargs: Any) -> overlap.PendingResults:
+        checkpoints, _ = args[4]
+        scanned_spans.append(checkpoints.shape[2])
+        return backward_scans_kernel(*args, **kwargs)
+
+    monkeypatch.setattr(scans_and_grads, "backward_scans_kernel", spy)
     monkeypatch.setattr(overlap, "allocate_flags", lambda shape: shape)
     monkeypatch.setattr(overlap.ReadyFlags, "signal", signal)
     monkeypatch.setattr(overlap.ReadyFlags, "wait", wait)
@@ -212,7 +222,10 @@ def test_scans_beside_the_gradients_give_the_same_bits(
     assert (flags_shape, 2) in waits
     kept = BackwardOverlap(0, flags_shape[-1], 0, state_ring=0, dstate_ring=0)
     part = scheduled("gdn", num_spans=1, backward_overlap=kept)
-    for found in (beside, results(part, arrays, rest)):
+    by_span = results(part, arrays, rest)
+    assert scanned_spans[0] == num_spans
+    assert scanned_spans[-1] == 1  # of as many states as there are chunks
+    for found in (beside, by_span):
         jax.tree.map(
             np.testing.assert_array_equal, *jax.tree.map(np.asarray, (alone, found))
         )

@@ -3,34 +3,18 @@
 import os
 import pathlib
 import re
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
+from support.compile_for_h200 import compile_for_h200
 from support.compile_report import check_report, facts
 from support.described_calls import describe
 
 import jfla
-from benchmarks.h200 import H200
 from jfla.pallas import support
 from jfla.pallas.segments import SegmentChunks, segment_chunks
-
-
-def compile_for_h200(function: Callable[..., Any], *arguments: Any) -> str:
-    """The optimised program."""
-    from jax.experimental import topologies
-
-    topology = topologies.get_topology_desc(
-        platform="cuda", topology_name="1x1x1", target_config=H200, topology="1x1x1"
-    )
-    here = jax.sharding.SingleDeviceSharding(topology.devices[0])
-    on_h200 = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here)
-    with jfla.pallas.compiling_for("9.0"):
-        traced = jax.jit(function).trace(*jax.tree.map(on_h200, arguments))
-        return traced.lower().compile().as_text()
-
 
 CONFIGURATIONS = [
     (op, dims, raw, batch)
@@ -223,51 +207,6 @@ def test_groups_of_sequences_compile_without_more_spills(op, capfd, monkeypatch)
     assert set(now) == {beside}
     assert now[beside]["spilled bytes"] <= SPILLED.get(beside, 0)
     assert "serialized" not in now[beside]
-
-
-@pytest.mark.aot
-@pytest.mark.parametrize(
-    ("raw", "dtype", "beside"),
-    [
-        (False, jnp.bfloat16, True),
-        pytest.param(True, jnp.bfloat16, True, marks=pytest.mark.slow),
-        pytest.param(True, jnp.float16, True, marks=pytest.mark.slow),
-        pytest.param(False, jnp.bfloat16, False, marks=pytest.mark.slow),
-    ],
-)
-def test_scans_and_gradients_of_few_states_do_not_spill(
-    raw, dtype, beside, capfd, monkeypatch
-):
-    """Beside each other, as on an H100, with states at both ends; or one span of time after the other.
-
-    With norms the forward spills the addresses of two tiles.
-    """
-    allowed = {"jfla_intra_gdn_beside_output_scan": 8} if raw else {}
-    monkeypatch.setitem(os.environ, "MOSAIC_GPU_DUMP_PTXAS", "1")
-    kernels = {"jfla_backward_scans", "jfla_grads_gdn"}
-    if beside:
-        kernels = {"jfla_backward_scans_beside_grads_gdn"}
-        monkeypatch.setattr(support, "bytes_per_us", lambda _: 3.03e6)
-    # A batch of its own: a kernel that another test compiles is reported once.
-    batch = 17
-    arrays, static = describe("gdn", (128, 128), raw, batch, time=8192)
-    arrays |= {name: jax.ShapeDtypeStruct(arrays[name].shape, dtype) for name in "qkv"}
-    if beside:
-        states = (batch, 2, 128, 128)
-        arrays["initial_state"] = jax.ShapeDtypeStruct(states, jnp.float32)
-
-    def both(arrays: dict[str, Any]) -> dict[str, Any]:
-        chunk = lambda x: jfla.chunk_gdn(**x, **static, return_final_state=True)
-        out, adjoint = jax.vjp(chunk, arrays)
-        return adjoint(out)[0]
-
-    text = compile_for_h200(both, arrays)
-    assert (" while(" in text) == (not beside)
-    now = facts("".join(capfd.readouterr()), {})
-    assert kernels <= set(now)
-    for kernel, found in now.items():
-        assert found["spilled bytes"] <= allowed.get(kernel, 0), kernel
-        assert "serialized" not in found, kernel
 
 
 @pytest.mark.aot

@@ -192,8 +192,8 @@ class EqualSpans(NamedTuple):
         end = self.n_chunks - spans_after * self.length
         return jnp.maximum(end - self.length, 0), end
 
-    def at(self, chunk: Index) -> tuple[Index, Index]:
-        """Whether a span begins at the chunk, and the number of the chunk's span."""
+    def span_of(self, chunk: Index) -> tuple[Index, Index]:
+        """Whether the chunk is the first of its span, and the number of that span."""
         missing = self.num_spans * self.length - self.n_chunks  # of the first span
         begins = lax.rem(chunk + missing, jnp.int32(self.length)) == 0
         if missing:

@@ -207,7 +207,7 @@ class ScanConsumer(ScanCta):
         return state
 
     def refill(self, i: Index, stage: Index) -> None:
-        """Gives the stage of a step's chunk back, for the chunk that is so many stages ahead."""
+        """Gives a step's pipeline stage back to the producer; without one, starts the copies of its next chunk."""
         if self.config.has_producer:
             plgpu.barrier_arrive(self.barriers.empty.at[stage])
             return
@@ -267,7 +267,7 @@ class ScanConsumer(ScanCta):
     def store_checkpoint(self, i: Index, state: Reg, wg: Index) -> None:
         """Stores the state where a span of time begins."""
         chunk = self.span_chunk(i)
-        begins, span = self.spec.spans(self.spec.num_checkpoints).at(chunk.chunk)
+        begins, span = self.spec.spans(self.spec.num_checkpoints).span_of(chunk.chunk)
 
         @pl.when(begins)
         def _():

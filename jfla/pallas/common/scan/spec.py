@@ -158,7 +158,7 @@ class ScanSpec(NamedTuple):
     num_checkpoints: int = 0  # of so many `EqualSpans` the state at the start is stored
     # `EqualSpans` that are scanned from the last to the first, each from its state in `operands.initial`; 0: one
     spans_from_last: int = 0
-    # where a kernel beside the scan reads what it stores: each warpgroup signals every chunk
+    # where a kernel beside the scan reads what it stores: each CTA's producer signals every chunk
     signals: Lead | None = None
     last_dtype: DTypeLike = F32  # of the last state as the caller has it
     # the last state of every group of so many chunks; needs one split and no span
