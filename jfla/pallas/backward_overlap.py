@@ -24,9 +24,9 @@ from jfla.types import Op
 # The fewest and the most of a span. Nothing runs beside the scan of the states in its first span, so that long spans
 # cost the backward time, and the forward stores a state for each, so that short ones cost time and memory.
 SPAN_CHUNKS = (16, 32)
-# A chunk's operands are copied while three others are in the pipeline, so that the scan is at most four chunks ahead of
+# A chunk's operands are copied while three others are in the pipeline, so that the scan is at most two chunks ahead of
 # the gradients. Of more, the second-level cache has lost the first when they are read.
-DSTATE_RING = 7
+DSTATE_RING = 5
 # Chunks of the states' ring beyond two spans. A producer waits for room for a chunk before it has signalled the last
 # three: with two spans alone the gradients could not begin a span until they had ended the one before.
 STATE_RING_SLACK = 4
