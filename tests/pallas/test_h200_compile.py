@@ -36,7 +36,7 @@ CONFIGURATIONS = [
 # Bytes, at most; of other kernels nothing.
 SPILLED = {
     "jfla_grads_kda": 32,
-    "jfla_intra_kda_beside_output_scan": 40,
+    "jfla_intra_kda_beside_output_scan": 32,
 }
 # The same where packed segments lie in place; the scans with K = 256.
 SPILLED_IN_PLACE = {

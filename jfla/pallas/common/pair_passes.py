@@ -6,7 +6,8 @@ bits within the block, its rows go in several passes: a row takes part in the pa
 falls, and is 0 in the others. So every factor is in range, and of a decay only what is below 2^-66 may be dropped. What
 a row becomes depends on no later token.
 
-In passes behind the first a row has lost RANGE bits since its block began: to it earlier blocks give nothing.
+In passes behind the first a row has lost RANGE bits since its block began: to it earlier blocks give nothing, and all
+pairs are between two tokens of a block.
 """
 
 import jax.numpy as jnp

@@ -21,7 +21,7 @@ from jfla.pallas.mgpu.copies import Copies, commit_smem, load_with_layout
 from jfla.pallas.mgpu.iota import per_column, per_row, row_numbers
 from jfla.pallas.mgpu.layouts import COLS, ROWS, WGMMA
 from jfla.pallas.mgpu.mma import load, zeros
-from jfla.pallas.mgpu.moves import load_rows
+from jfla.pallas.mgpu.moves import load_rows, load_rows_wide
 from jfla.pallas.mgpu.smem import F16, F32
 from jfla.pallas.mgpu.types import Gmem, Index, Layout, Reg, Smem
 from jfla.types import CHUNK
@@ -127,7 +127,7 @@ class QkTiles(NamedTuple):
         """A tile of g as the caller passed it, straight from global memory."""
         if layout == WGMMA:
             return self.for_rows(gmem.g, tile, load_rows)
-        return self.for_rows(gmem.g, tile, lambda x: load_with_layout(x, layout))
+        return self.for_rows(gmem.g, tile, load_rows_wide)
 
     def write_decays(
         self,

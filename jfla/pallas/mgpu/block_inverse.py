@@ -17,10 +17,8 @@ from jfla.pallas.context import interpreting
 from jfla.pallas.mgpu.layouts import TILE_ROWS, WGMMA
 from jfla.pallas.mgpu.smem import F16, F32
 from jfla.pallas.mgpu.thread import (
-    HALVES,
     NUM_WARPS,
     Thread,
-    element_of,
     equal,
     from_parts,
     i32,
@@ -28,13 +26,10 @@ from jfla.pallas.mgpu.thread import (
     with_element,
 )
 from jfla.pallas.mgpu.types import Fragments, InlineContext, Reg, Scalar, Vector
+from jfla.pallas.mgpu.warp_matmul import EVERY_PART, Pairs, multiply, splat
 
 BLOCK_LEVELS = 4  # doublings from 1 to 16
 LEVELS = 6  # and on to 64
-
-_EVERY_PART = [(column, half) for column in range(2) for half in range(HALVES)]
-# Of a 16 x 16 matrix by (column of parts, half): two float32, or two float16 as i32.
-_Pairs = dict[tuple[int, int], Any]
 
 
 def square_at(n: Reg, level: int) -> Reg:
@@ -79,7 +74,7 @@ def inverse_of_blocks(n: Reg) -> Reg:
     def inverse(_: InlineContext, n: Fragments) -> Fragments:
         thread = Thread()
         x = _block_inverse(_own_block(parts(n), thread), thread)
-        zero = _splat(0.0)
+        zero = splat(0.0)
         registers = {}
         for column, half in parts(n):
             own = equal(thread.warp, i32(column // 2))
@@ -96,11 +91,11 @@ def _square(n: Reg, level: int) -> Reg:
     return jnp.where(joins & (row > column), n, jnp.zeros_like(n))
 
 
-def _own_block(registers: _Pairs, thread: Thread) -> _Pairs:
+def _own_block(registers: Pairs, thread: Thread) -> Pairs:
     """A warp's diagonal block, two float16 as i32."""
     word = ir.IntegerType.get_signless(32)
     block = {}
-    for column, half in _EVERY_PART:
+    for column, half in EVERY_PART:
         kept = utils.bitcast(registers[column, half], word)
         for warp in range(1, NUM_WARPS):
             other = utils.bitcast(registers[2 * warp + column, half], word)
@@ -109,32 +104,32 @@ def _own_block(registers: _Pairs, thread: Thread) -> _Pairs:
     return block
 
 
-def _block_inverse(n: _Pairs, thread: Thread) -> _Pairs:
+def _block_inverse(n: Pairs, thread: Thread) -> Pairs:
     """(I - N)^-1 of a block, by doubling: X <- X + X N' X with the N' of the squares that join two blocks."""
     square = _squares(n, thread, 0)
     # A square of level 0 lies in a part on the diagonal, so that the transpose of each part is that of the block.
     flipped = {part: _transposed(x) for part, x in square.items()}
     diagonal = _diagonal(thread)
-    x = {part: _add(diagonal[part], square[part]) for part in _EVERY_PART}
-    xt = {part: _add(diagonal[part], flipped[part]) for part in _EVERY_PART}
+    x = {part: _add(diagonal[part], square[part]) for part in EVERY_PART}
+    xt = {part: _add(diagonal[part], flipped[part]) for part in EVERY_PART}
     for level in range(1, BLOCK_LEVELS):
         square = _squares(n, thread, level)
         x16 = {part: _rounded(pair) for part, pair in x.items()}
         xt16 = {part: _rounded(pair) for part, pair in xt.items()}
-        none = {part: _splat(0.0) for part in _EVERY_PART}
-        right_t = _multiply(none, xt16, square)  # (N' X)^T
+        none = {part: splat(0.0) for part in EVERY_PART}
+        right_t = multiply(none, xt16, square)  # (N' X)^T
         right_t16 = {part: _rounded(pair) for part, pair in right_t.items()}
-        x = _multiply(x, x16, right_t16)
+        x = multiply(x, x16, right_t16)
         if level + 1 < BLOCK_LEVELS:
-            xt = _multiply(xt, right_t16, x16)
+            xt = multiply(xt, right_t16, x16)
     return x
 
 
-def _squares(n: _Pairs, thread: Thread, level: int) -> _Pairs:
+def _squares(n: Pairs, thread: Thread, level: int) -> Pairs:
     """The squares of a level; elsewhere 0."""
     zero = i32(0)
     if level == BLOCK_LEVELS - 1:  # the part below the diagonal
-        return {part: n[part] if part == (0, 1) else zero for part in _EVERY_PART}
+        return {part: n[part] if part == (0, 1) else zero for part in EVERY_PART}
     row = arith.shrui(thread.row, i32(level))
     odd = equal(arith.andi(row, i32(1)), i32(1))
     if level == 0:  # the left one of the two neighbours
@@ -147,54 +142,22 @@ def _squares(n: _Pairs, thread: Thread, level: int) -> _Pairs:
         select = lambda x: arith.select(joins, x, zero)
     return {
         (column, half): select(n[column, half]) if column == half else zero
-        for column, half in _EVERY_PART
+        for column, half in EVERY_PART
     }
 
 
-def _diagonal(thread: Thread) -> _Pairs:
+def _diagonal(thread: Thread) -> Pairs:
     """The identity in float32."""
     f32 = ir.F32Type.get()
-    pair = _splat(0.0)
+    pair = splat(0.0)
     for n in range(2):
         here = equal(thread.row, arith.addi(thread.column, i32(n)))
         element = arith.select(here, mosaic.c(1.0, f32), mosaic.c(0.0, f32))
         pair = with_element(pair, n, element)
-    zero = _splat(0.0)
+    zero = splat(0.0)
     return {
-        (column, half): pair if column == half else zero for column, half in _EVERY_PART
+        (column, half): pair if column == half else zero for column, half in EVERY_PART
     }
-
-
-def _multiply(acc: _Pairs, a: _Pairs, b_transposed: _Pairs) -> _Pairs:
-    """acc + a @ b of 16 x 16 matrices: acc float32; a and b^T two float16 as i32."""
-    left = [a[0, 0], a[0, 1], a[1, 0], a[1, 1]]
-    out = {}
-    for column in range(2):
-        right = [b_transposed[0, column], b_transposed[1, column]]
-        sums = [
-            element_of(acc[column, half], n) for half in range(HALVES) for n in range(2)
-        ]
-        results = _mma_sync(left, right, sums)
-        for half in range(HALVES):
-            out[column, half] = _pair(*results[2 * half : 2 * half + 2])
-    return out
-
-
-def _mma_sync(a: list[Scalar], b: list[Scalar], acc: list[Scalar]) -> list[Scalar]:
-    """[16, 8] += [16, 16] @ [16, 8] of a warp."""
-    f32 = ir.F32Type.get()
-    text = (
-        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
-        "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};"
-    )
-    result = llvm.inline_asm(
-        llvm.StructType.get_literal([f32] * 4),
-        [*a, *b, *acc],
-        text,
-        ",".join(["=f"] * 4 + ["r"] * 6 + ["f"] * 4),
-        has_side_effects=False,
-    )
-    return [llvm.extractvalue(f32, result, [n]) for n in range(4)]
 
 
 def _transposed(x: Scalar) -> Scalar:
@@ -215,11 +178,3 @@ def _rounded(x: Vector) -> Scalar:
     """Two float32 as two float16, as i32."""
     half = arith.truncf(ir.VectorType.get((2,), ir.F16Type.get()), x)
     return utils.bitcast(half, ir.IntegerType.get_signless(32))
-
-
-def _splat(value: float) -> Vector:
-    return utils.c(value, ir.VectorType.get((2,), ir.F32Type.get()))
-
-
-def _pair(first: Scalar, second: Scalar) -> Vector:
-    return with_element(with_element(_splat(0.0), 0, first), 1, second)

@@ -18,7 +18,7 @@ from jaxlib.mlir.dialects import llvm
 from jfla.pallas.mgpu.layouts import TILE_ROWS, WGMMA
 from jfla.pallas.mgpu.smem import tile_transforms, transposed
 from jfla.pallas.mgpu.thread import HALVES, PART, Thread, multiply_add
-from jfla.pallas.mgpu.tile_moves import VECTORS, MatrixLane, TileAddresses
+from jfla.pallas.mgpu.tile_moves import VECTORS, MatrixLane, TileAddresses, ldmatrix
 from jfla.pallas.mgpu.types import (
     Fragments,
     InlineContext,
@@ -138,16 +138,7 @@ class _OperandLoader:
 
     def _ldmatrix(self, place: Scalar, transpose: bool) -> list[Vector]:
         """The four parts, [neighbour][half], in pairs of elements."""
-        word = ir.IntegerType.get_signless(32)
-        suffix = ".trans" if transpose else ""
-        four = llvm.inline_asm(
-            ir.Type.parse("!llvm.struct<(i32, i32, i32, i32)>"),
-            [place],
-            f"ldmatrix.sync.aligned.m8n8.x4{suffix}.shared.b16 {{$0, $1, $2, $3}}, [$4];",
-            "=r,=r,=r,=r,l,~{memory}",
-            has_side_effects=True,
-        )
-        words = [llvm.extractvalue(word, four, [n]) for n in range(4)]
+        words = ldmatrix(place, ".trans" if transpose else "")
         return [llvm.bitcast(self._pair, word) for word in words]
 
     @staticmethod

@@ -4,17 +4,21 @@ import functools
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic import gpu as mosaic
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
 from jfla.pallas.context import interpreting
-from jfla.pallas.mgpu.layouts import TILE_ROWS, WGMMA
+from jfla.pallas.mgpu.layouts import TILE_ROWS, WGMMA, WIDE
 from jfla.pallas.mgpu.smem import F32
 from jfla.pallas.mgpu.thread import (
     BLOCK_ROWS,
+    HALVES,
     PART,
+    WIDE_COLUMNS,
     Thread,
     element_of,
     from_parts,
@@ -58,6 +62,43 @@ def load_rows(source_gmem: Gmem) -> Reg:
             place = pointer_at(first, half * PART * stride + column * PART, element)
             registers[column, half] = llvm.load(pair, place)
         return from_parts(registers)
+
+    return load(source_gmem)  # pyright: ignore[reportCallIssue]
+
+
+def load_rows_wide(source_gmem: Gmem) -> Reg:
+    """`load_rows` in the layout WIDE, of columns in multiples of 16."""
+    if interpreting():
+        return source_gmem[...]
+    shape = source_gmem.shape
+    out: Any = plgpu.ShapeDtypeStruct(shape, source_gmem.dtype, WIDE)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=out)
+    def load(_: InlineContext, source: MemRef) -> Fragments:
+        thread = Thread()
+        memref = ir.MemRefType(source.type)
+        (stride, _), _ = memref.get_strides_and_offset()
+        element = memref.element_type
+        four = ir.VectorType.get((WIDE_COLUMNS,), element)
+        pointer = llvm.addrspacecast(
+            llvm.PointerType.get(address_space=1), utils.memref_ptr(source)
+        )
+        row = multiply_add(thread.warp, BLOCK_ROWS, thread.row)
+        first = pointer_at(
+            pointer, multiply_add(row, stride, thread.wide_column), element
+        )
+        layout = mosaic.WGMMA_LAYOUT_UPCAST_2X
+        registers = []
+        for column in range(0, shape[1], 4 * WIDE_COLUMNS):
+            for half in range(HALVES):
+                place = pointer_at(first, half * PART * stride + column, element)
+                registers.append(llvm.load(four, place))
+        flat = np.array(registers, dtype=object)
+        return mosaic.FragmentedArray(
+            _registers=flat.reshape(layout.registers_shape(shape)),
+            _layout=layout,
+            _is_signed=None,
+        )
 
     return load(source_gmem)  # pyright: ignore[reportCallIssue]
 

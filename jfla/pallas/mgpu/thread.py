@@ -19,6 +19,7 @@ BLOCK_ROWS = 16  # of a warp
 NUM_WARPS = TILE_ROWS // BLOCK_ROWS
 PART = 8  # rows and columns of a part
 HALVES = 2  # parts of a warp, one over the other
+WIDE_COLUMNS = 4  # neighbours of a row that a thread has in the layout WIDE
 
 
 class Thread:
@@ -32,6 +33,12 @@ class Thread:
         self.row = arith.divui(lane, i32(4))
         self.pair = arith.remui(lane, i32(4))
         self.column = arith.muli(self.pair, i32(2))
+
+    @property
+    def wide_column(self) -> Scalar:
+        """Of 16 columns the thread's first in the layout WIDE."""
+        part = arith.muli(arith.remui(self.pair, i32(2)), i32(PART))
+        return multiply_add(arith.divui(self.pair, i32(2)), WIDE_COLUMNS, part)
 
     def of_warp(self, numbers: tuple[int, ...]) -> Scalar:
         """Of four numbers below 256 that of this thread's warp."""

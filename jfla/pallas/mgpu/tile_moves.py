@@ -1,4 +1,4 @@
-"""Tiles of 16 bits in shared memory from registers, as they lie or transposed, and where their parts lie.
+"""Tiles of 16 bits in shared memory from and to registers, as they lie or transposed, and where their parts lie.
 
 Addresses follow from a new thread index for each move (`new_thread_idx`). LLVM would hoist what follows from a shared
 index out of the loop over chunks, and ptxas would spill it.
@@ -14,7 +14,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from jfla.pallas.mgpu.layouts import WGMMA, WIDE
+from jfla.pallas.context import interpreting
+from jfla.pallas.mgpu.layouts import TILE_ROWS, WGMMA, WIDE
 from jfla.pallas.mgpu.smem import SWIZZLE_BYTES, tile_transforms
 from jfla.pallas.mgpu.thread import (
     HALVES,
@@ -22,6 +23,7 @@ from jfla.pallas.mgpu.thread import (
     PART,
     Thread,
     element_of,
+    from_parts,
     i32,
     multiply_add,
     parts,
@@ -83,6 +85,43 @@ class TileAddresses:
         # Last, so that it becomes part of the instruction.
         known = first_rows * self._rows_bytes + column_tile * self._tile_bytes
         return pointer_at(place, known, self._byte)
+
+
+def load_matrix(tile_smem: Smem, first: int = 0, columns: int = TILE_ROWS) -> Reg:
+    """[64, columns] of a tile, from column `first` on, by ldmatrix; both are multiples of 16."""
+    if interpreting():
+        return tile_smem[:, first : first + columns]
+    out: Any = plgpu.ShapeDtypeStruct((TILE_ROWS, columns), tile_smem.dtype, WGMMA)
+
+    @plgpu.inline_mgpu(arg_types=(_tile_type(tile_smem),), return_type=out)
+    def load(_: InlineContext, tile: MemRef) -> Fragments:
+        thread = Thread()
+        lane = MatrixLane(thread)
+        address = TileAddresses(tile, lane.row)
+        rows = multiply_add(thread.warp, HALVES, lane.half)
+        pair = ir.VectorType.get((2,), ir.MemRefType(tile.type).element_type)
+        registers = {}
+        for column in range(0, columns // PART, 2):
+            first_number = first // PART + column
+            place = address.of(rows, lane.neighbour, first_number=first_number)
+            for n, word in enumerate(ldmatrix(place)):
+                registers[column + n // HALVES, n % HALVES] = llvm.bitcast(pair, word)
+        return from_parts(registers)
+
+    return load(tile_smem)  # pyright: ignore[reportCallIssue]: the first argument is Mosaic's
+
+
+def ldmatrix(place: Scalar, suffix: str = "") -> list[Scalar]:
+    """Four parts of 8 x 8 elements, [neighbour][half], two elements of each to a thread as i32."""
+    word = ir.IntegerType.get_signless(32)
+    four = llvm.inline_asm(
+        ir.Type.parse("!llvm.struct<(i32, i32, i32, i32)>"),
+        [place],
+        f"ldmatrix.sync.aligned.m8n8.x4{suffix}.shared.b16 {{$0, $1, $2, $3}}, [$4];",
+        "=r,=r,=r,=r,l,~{memory}",
+        has_side_effects=True,
+    )
+    return [llvm.extractvalue(word, four, [n]) for n in range(4)]
 
 
 def store_matrix(

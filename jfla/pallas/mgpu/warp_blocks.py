@@ -98,6 +98,25 @@ def store_columns(x: Reg, vectors_smem: Smem) -> None:
     store(x, vectors_smem)  # pyright: ignore[reportCallIssue]
 
 
+def only_block(x: Reg, block: int) -> Reg:
+    """x [64, columns] float32 in the rows of a block, 0 elsewhere."""
+    if interpreting():
+        here = plgpu.broadcasted_iota(jnp.int32, x.shape, 0) // BLOCK_ROWS == block
+        return jnp.where(here, x, 0.0)
+    out: Any = plgpu.ShapeDtypeStruct(x.shape, x.dtype, WGMMA)
+
+    @plgpu.inline_mgpu(arg_types=(WGMMA,), return_type=out)
+    def select(_: InlineContext, x: Fragments) -> Fragments:
+        here = equal(Thread().warp, i32(block))
+        registers = {}
+        for part, register in parts(x).items():
+            zero = utils.c(0.0, register.type)
+            registers[part] = arith.select(here, register, zero)
+        return from_parts(registers)
+
+    return select(x)  # pyright: ignore[reportCallIssue]
+
+
 def mask_behind(x: Reg, block: int, which: int, strictly: bool) -> Reg:
     """[64, 16] of x [64, 16 n], part `which` of n, where row <= 16 block + column, or row < it; 0 elsewhere."""
     shape = (TILE_ROWS, BLOCK_ROWS)

@@ -12,6 +12,9 @@ block c < b, and the sums of log2 decays G(.., ..]:
 No sum is the difference of two. Rows are shifted up, and columns down: the sums and `block_decays` are
 (`pair_passes.py`). The rows of A are q and k with the first factor, rounded once; its
 columns k with the others.
+
+Where a channel loses more than one pass has room for, the pairs of further passes lie within blocks of
+16 tokens, which are a warp's: it multiplies and sums them in its registers.
 """
 
 import jax.numpy as jnp
@@ -19,7 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jfla.pallas.common.chunk_index import TILE_K, joined_k_columns
+from jfla.pallas.common.chunk_index import joined_k_columns
 from jfla.pallas.common.decay_sums import (
     ALL_TOKENS,
     FROM_CHUNK_START,
@@ -29,8 +32,15 @@ from jfla.pallas.common.decay_sums import (
     block_decays,
     least_within,
 )
-from jfla.pallas.common.pair_passes import NUM_BLOCKS, RANGE, growth, row_factor
+from jfla.pallas.common.pair_passes import (
+    BLOCK,
+    NUM_BLOCKS,
+    RANGE,
+    growth,
+    row_factor,
+)
 from jfla.pallas.common.qk_tiles import K, Q
+from jfla.pallas.mgpu.columns import split_columns
 from jfla.pallas.mgpu.copies import (
     commit_smem,
     store_tile,
@@ -40,18 +50,23 @@ from jfla.pallas.mgpu.copies import (
 from jfla.pallas.mgpu.iota import per_row
 from jfla.pallas.mgpu.layouts import WGMMA, WIDE
 from jfla.pallas.mgpu.mma import zeros
-from jfla.pallas.mgpu.moves import load_rows
+from jfla.pallas.mgpu.opaque import pin
 from jfla.pallas.mgpu.smem import BF16, F32
+from jfla.pallas.mgpu.tile_moves import load_matrix
 from jfla.pallas.mgpu.types import Index, Reg
 from jfla.pallas.mgpu.warp_blocks import load_per_block, store_blocks, store_columns
+from jfla.pallas.mgpu.warp_matmul import add_block_products
 from jfla.pallas.sm90.intra_kda.smem import (
     COLUMN_SUMS,
     ROW_SUMS,
     IntraKdaOutputs,
     IntraKdaWarpgroup,
     column_positions,
+    in_two_parts,
 )
 from jfla.types import CHUNK
+
+STEP_CHANNELS = 16  # whose further pairs are summed at a time
 
 
 def channel_warpgroup(ctx: IntraKdaWarpgroup, outputs: IntraKdaOutputs) -> Index | None:
@@ -64,19 +79,20 @@ def channel_warpgroup(ctx: IntraKdaWarpgroup, outputs: IntraKdaOutputs) -> Index
     ctx.prefetch_next_qk(next_place)
     write_block_decays(ctx, outputs.with_pairs)
     if outputs.with_pairs:
-        begin_pass(ctx)
-    # For the pairs warpgroup, too, which stores behind `end_pass`.
+        begin_pairs(ctx)
+    # For the pairs warpgroup, too, which stores behind `end_pairs`.
     ctx.ready_flags.wait_for_room(ctx.qk.index.number)
     # Zeros of their own: else addresses that several stages need are kept in registers from the first to the last.
     write_later_columns(ctx.recompute_addresses(), outputs.with_pairs)
-    write_rows(ctx.recompute_addresses(), outputs.with_pairs)
+    num_passes = ctx.num_passes(ctx.wg) if outputs.with_pairs else None
+    write_rows(ctx.recompute_addresses(), num_passes)
     if outputs.with_pairs:
-        end_pass(ctx)
+        end_pairs(ctx)
     else:
         commit_smem()
     start_stores(ctx.recompute_addresses(), outputs)
     if outputs.with_pairs:
-        further_passes(ctx)
+        wait_for_further_pairs(ctx, num_passes)
     return next_place
 
 
@@ -113,21 +129,29 @@ def write_block_decays(ctx: IntraKdaWarpgroup, with_pairs: bool) -> None:
 def write_later_columns(ctx: IntraKdaWarpgroup, with_pairs: bool) -> None:
     """k_to_end, and k as the columns that meet rows of later blocks."""
     block_decay = ctx.smem.block_decay.at[ctx.wg]
-    column = scaled(ctx, K, ctx.qk.k[ctx.wg]) * jnp.exp2(ctx.decay_sums(COLUMN_SUMS))
+    column = scaled(ctx, K, load_matrix(ctx.qk.k.at[ctx.wg])) * jnp.exp2(
+        ctx.decay_sums(COLUMN_SUMS)
+    )
     k_to_end = column * load_per_block(block_decay, TO_CHUNK_END)
     write(ctx.smem.k_to_end.at[ctx.wg], k_to_end.astype(BF16))
     if with_pairs:
         store_later_columns(ctx, column)
 
 
-def write_rows(ctx: IntraKdaWarpgroup, with_pairs: bool) -> None:
-    """q_from_start and k_from_start, where q and k were; and q and k as rows, and k as columns of their own block."""
+def write_rows(ctx: IntraKdaWarpgroup, num_passes: Index | None) -> None:
+    """q_from_start and k_from_start, where q and k were; and q and k as rows, and k as columns of their own block.
+
+    `num_passes` of pairs is None where no pairs are computed.
+    """
     sums = ctx.decay_sums(ROW_SUMS)
+    with_pairs = num_passes is not None
+    if with_pairs:
+        further_pairs(ctx, sums, num_passes)
     factor = row_factor(sums)
     from_start = load_per_block(ctx.smem.block_decay.at[ctx.wg], FROM_CHUNK_START)
-    k = ctx.qk.k[ctx.wg]
+    k = load_matrix(ctx.qk.k.at[ctx.wg])
     for which, tiles in ((Q, ctx.qk.q), (K, ctx.qk.k)):
-        row = scaled(ctx, which, tiles[ctx.wg]) * factor
+        row = scaled(ctx, which, load_matrix(tiles.at[ctx.wg])) * factor
         if with_pairs:
             store_rows(ctx, which, row)
         # In place: a warp reads and writes the same rows.
@@ -151,52 +175,69 @@ def start_stores(ctx: IntraKdaWarpgroup, outputs: IntraKdaOutputs) -> None:
     store_tile(ctx.smem.block_decay.at[ctx.wg, ALL_TOKENS], chunk_decay)
 
 
-def further_passes(ctx: IntraKdaWarpgroup) -> None:
-    """The operands of the passes behind the first, of pairs within a block alone: q and k are read again."""
-    make = lambda which_pass, _: further_pass(ctx.recompute_addresses(), which_pass)
-    lax.fori_loop(1, ctx.num_passes(ctx.wg), make, None)
+def further_pairs(ctx: IntraKdaWarpgroup, sums: Reg, num_passes: Index) -> None:
+    """Writes the pairs of the passes behind the first, summed over this warpgroup's channels."""
 
-
-def further_pass(ctx: IntraKdaWarpgroup, which_pass: Index) -> None:
-    """The operands of one of them."""
-    qkg = ctx.gmem.qkg
-    # Before the wait for the pairs warpgroup, beside which the loads would come later.
-    q = ctx.qk.for_rows(qkg.q, ctx.wg, load_rows)
-    k = ctx.qk.for_rows(qkg.k, ctx.wg, load_rows)
-    bits = which_pass.astype(F32) * RANGE
-    sums = ctx.decay_sums(ROW_SUMS)
-    factor = row_factor(sums, bits)
-    begin_pass(ctx)
-
-    @pl.when(which_pass == 1)
+    @pl.when(num_passes > 1)
     def _():
-        store_no_later_columns(ctx)
+        pairs = zeros(CHUNK, 2 * BLOCK)
+        for step, of_step in enumerate(split_columns(sums, STEP_CHANNELS)):
+            pairs = add_further_pairs(ctx, step, of_step, pairs)
+        # In the place of the decays, which other warps may still be reading.
+        commit_smem()
+        write(ctx.smem.further_pairs.at[ctx.wg], in_two_parts(pairs))
 
-    store_rows(ctx, Q, scaled(ctx, Q, q) * factor)
-    store_rows(ctx, K, scaled(ctx, K, k) * factor)
-    store_columns_of(ctx, scaled(ctx, K, k) * growth(sums, bits), distance=0)
-    end_pass(ctx)
+
+def add_further_pairs(ctx: IntraKdaWarpgroup, step: int, sums: Reg, pairs: Reg) -> Reg:
+    """Adds what a few channels give, which mostly take fewer passes than all 64 together."""
+    first = step * STEP_CHANNELS
+    q, k = (
+        load_matrix(tiles.at[ctx.wg], first, STEP_CHANNELS)
+        for tiles in (ctx.qk.q, ctx.qk.k)
+    )
+
+    def add_pass(which_pass: Index, pairs: Reg) -> Reg:
+        # Pinned: LLVM would convert them ahead of the loop, and float32 takes twice the registers.
+        q_here, k_here, sums_here = pin((q, k, sums))
+        bits = which_pass.astype(F32) * RANGE
+        factor = row_factor(sums_here, bits)
+        q_rows = scaled(ctx, Q, q_here) * factor
+        k_rows = scaled(ctx, K, k_here) * factor
+        columns = scaled(ctx, K, k_here) * growth(sums_here, bits)
+        rows = (q_rows.astype(BF16), k_rows.astype(BF16))
+        return add_block_products(pairs, columns.astype(BF16), rows)
+
+    num_passes = ctx.num_passes(ctx.wg, first, STEP_CHANNELS)
+    return lax.fori_loop(1, num_passes, add_pass, pairs)
 
 
 def scaled(ctx: IntraKdaWarpgroup, which: int, x: Reg) -> Reg:
-    """[C, 64] float32 of q or k as it was loaded: normalised under qk_norm, and q scaled."""
+    """Channels of q or k as they were loaded in float32: normalised under qk_norm, and q scaled."""
     x = x.astype(F32)
     if ctx.qk.options.qk_norm:
-        x = x * per_row(ctx.qk.inv_norm(which), TILE_K)
+        x = x * per_row(ctx.qk.inv_norm(which), x.shape[1])
     return x * ctx.qk.scale(which) if which == Q else x
 
 
-def begin_pass(ctx: IntraKdaWarpgroup) -> None:
-    """Waits until the pairs warpgroup has read the operands of the pass before."""
+def begin_pairs(ctx: IntraKdaWarpgroup) -> None:
+    """Waits until the pairs warpgroup has read the operands of the chunk before."""
     plgpu.barrier_wait(ctx.barriers.pairs_empty.at[ctx.wg])
 
 
-def end_pass(ctx: IntraKdaWarpgroup) -> None:
-    """Hands the operands of a pass over; and with them that all stores of the chunk before are done."""
+def end_pairs(ctx: IntraKdaWarpgroup) -> None:
+    """Hands the operands over; and with them that all stores of the chunk before are done."""
     if ctx.ready_flags.flags_gmem is not None:
         wait_for_stores()
     commit_smem()
     plgpu.barrier_arrive(ctx.barriers.pairs_full.at[ctx.wg])
+
+
+def wait_for_further_pairs(ctx: IntraKdaWarpgroup, num_passes: Index) -> None:
+    """Until the pairs warpgroup has read them, before the next chunk's decays take their place."""
+
+    @pl.when(num_passes > 1)
+    def _():
+        plgpu.barrier_wait(ctx.barriers.further_empty.at[ctx.wg])
 
 
 def store_rows(ctx: IntraKdaWarpgroup, which: int, row: Reg) -> None:
@@ -223,15 +264,9 @@ def store_later_columns(ctx: IntraKdaWarpgroup, column: Reg) -> None:
     store_columns_of(ctx, column, distance=3)
 
 
-def store_no_later_columns(ctx: IntraKdaWarpgroup) -> None:
-    """Zeros in their place."""
-    for distance in range(1, NUM_BLOCKS):
-        store_columns_of(ctx, zeros(CHUNK, TILE_K), distance)
-
-
 def finish(ctx: IntraKdaWarpgroup, outputs: IntraKdaOutputs) -> None:
     """Tells the pairs warpgroup that all stores of the last chunk are done."""
     wait_for_stores()
     if outputs.with_pairs:
-        begin_pass(ctx)
+        begin_pairs(ctx)
         plgpu.barrier_arrive(ctx.barriers.pairs_full.at[ctx.wg])

@@ -2,7 +2,8 @@
 
 CTAs are persistent. Channel warpgroups have 64 channels of a chunk each (`channels.py`); the pairs
 warpgroup sums over channels and inverts (`pairs.py`), while they go on to the next chunk, whose q and
-k are in shared memory by then.
+k are in shared memory by then. What strong gates leave to further passes the channel warpgroups sum
+themselves.
 
 A CTA has room for 128 channels. With K = 256 each takes a channel block of a chunk, and what the
 blocks add to the A matrices is summed and inverted by `sum_blocks.py`.
@@ -22,6 +23,7 @@ from jfla.pallas.common.packed_rows import INPUTS, places_of
 from jfla.pallas.common.qk_tiles import QkgOperands, QkOptions, QkTiles
 from jfla.pallas.common.results import IntraResults, RingChunks
 from jfla.pallas.mgpu.overlap import Kernel, PendingResults, ReadyFlags
+from jfla.pallas.mgpu.registers import leave_registers, take_registers
 from jfla.pallas.mgpu.scheduler import TileScheduler, WorkTile
 from jfla.pallas.mgpu.smem import BF16, F16, F32
 from jfla.pallas.mgpu.types import Gmem, Index
@@ -40,6 +42,11 @@ from jfla.stages import IntraChunk, JoinedQK
 from jfla.types import CHUNK
 
 WarpgroupAt = Callable[..., IntraKdaWarpgroup]
+
+# Of a thread. A launch of two channel warpgroups and the pairs warpgroup has 504 together, which the channel warpgroups
+# need more of.
+CHANNEL_REGISTERS = 176
+PAIRS_REGISTERS = 152
 
 
 def intra_kda(
@@ -63,6 +70,10 @@ def intra_kda(
     scheduler = TileScheduler(grid.num_parts, num_ctas)
     with_pairs = beta is not None
     inverts = with_pairs and num_blocks == 1
+    num_warpgroups = num_tiles + with_pairs
+    limits = ()  # where there are fewer warpgroups, each has registers enough
+    if num_warpgroups == 3:
+        limits = (CHANNEL_REGISTERS, CHANNEL_REGISTERS, PAIRS_REGISTERS)
 
     def body(
         gmem: IntraKdaOperands,
@@ -104,15 +115,22 @@ def intra_kda(
         used = chunks.used_tiles(gmem.qkg.q)
         tiles = scheduler.up_to(None if used is None else used * num_blocks)
 
+        # A scan beside this kernel may bring a fourth warpgroup, which leaves too few registers for the limits.
+        moves_registers = lax.axis_size("wg") == len(limits)
+
         def run_roles() -> None:
             @pl.when(wg < num_tiles)
             def _channels():
+                if moves_registers:
+                    take_registers(CHANNEL_REGISTERS)
                 _run_channel_warpgroup(ctx_at, tiles, cta, outputs)
 
             if with_pairs:
 
                 @pl.when(wg == num_tiles)
                 def _pairs():
+                    if moves_registers:
+                        leave_registers(PAIRS_REGISTERS)
                     _run_pairs_warpgroup(ctx_at, tiles, cta, outputs)
 
         tiles.if_any(cta, 0, run_roles)
@@ -125,8 +143,8 @@ def intra_kda(
         inputs=IntraKdaOperands(gmem, beta if inverts else None, sum_matrices, spans),
         outputs=_output_shapes(grid, key_dim, with_pairs, ring),
         num_ctas=scheduler.num_ctas,
-        num_warpgroups=num_tiles + with_pairs,
-        registers=(),
+        num_warpgroups=num_warpgroups,
+        registers=limits,
         smem=SharedStorage.specs(gmem, options, num_tiles, with_pairs, inverts),
         barriers=Barriers.specs(gmem, options, num_tiles),
         body=body,

@@ -4,9 +4,11 @@
     a_inv = (I + L)^-1 diag(beta)            equation (5), L = stril(diag(beta) k D k^T)
 
 The pairs are kept transposed, A^T, by blocks of 16 rows: the left operand of a matmul is 64 columns
-of A, of which those up to the block count. The operands come from the channel warpgroups, a tile of
-64 channels and a pass at a time (`pair_passes.py`).
+of A, of which those up to the block count. The operands of the first pass (`pair_passes.py`) come from
+the channel warpgroups, a tile of 64 channels at a time; of further passes they hand over the sums.
 """
+
+import functools
 
 import jax.numpy as jnp
 from jax import lax
@@ -26,15 +28,16 @@ from jfla.pallas.mgpu.copies import (
 )
 from jfla.pallas.mgpu.iota import per_column, per_row
 from jfla.pallas.mgpu.layouts import COLS, ROWS
-from jfla.pallas.mgpu.mma import dots, zeros
+from jfla.pallas.mgpu.mma import dots, load, zeros
 from jfla.pallas.mgpu.smem import BF16, F16, transposed
 from jfla.pallas.mgpu.triangular import TriangularInverse
 from jfla.pallas.mgpu.types import Gmem, Index, Reg, Smem
-from jfla.pallas.mgpu.warp_blocks import mask_behind
+from jfla.pallas.mgpu.warp_blocks import mask_behind, only_block
 from jfla.pallas.sm90.intra_kda.smem import (
     COLUMN_BLOCKS,
     IntraKdaOutputs,
     IntraKdaWarpgroup,
+    of_two_parts,
 )
 from jfla.types import CHUNK
 
@@ -63,42 +66,29 @@ def pairs_warpgroup(ctx: IntraKdaWarpgroup, outputs: IntraKdaOutputs) -> None:
 
 
 def sum_over_channels(ctx: IntraKdaWarpgroup) -> Pairs:
-    """The pairs of every block, over all tiles and passes.
+    """The pairs of every block, of all tiles and passes."""
+    barriers = ctx.barriers
 
-    The tiles take turns, so that the channel warpgroups make the operands of their further passes side by side.
-    """
+    def add_further(tile: Index, pairs: Pairs) -> Pairs:
+        further = of_two_parts(load(ctx.smem.further_pairs.at[tile]))
+        plgpu.barrier_arrive(barriers.further_empty.at[tile])
+        return [acc + only_block(further, block) for block, acc in enumerate(pairs)]
 
     def add(tile: Index, pairs: Pairs) -> Pairs:
-        pairs = add_pass(ctx, tile + ctx.zero, pairs)
-        plgpu.barrier_arrive(ctx.barriers.pairs_empty.at[tile])
-        return pairs
+        plgpu.barrier_wait(barriers.pairs_full.at[tile])
+        # Before the arrivals: behind them the channel warpgroup could overwrite what the number follows from.
+        has_further = ctx.num_passes(tile) > 1
+        pairs = add_products(ctx, tile + ctx.zero, pairs)
+        plgpu.barrier_arrive(barriers.pairs_empty.at[tile])
+        add_own = functools.partial(add_further, tile)
+        return lax.cond(has_further, add_own, lambda pairs: pairs, pairs)
 
-    def add_first(
-        tile: Index, carry: tuple[Pairs, Index, Index]
-    ) -> tuple[Pairs, Index, Index]:
-        pairs, _, further_before = carry
-        plgpu.barrier_wait(ctx.barriers.pairs_full.at[tile])
-        # Before the arrival: behind it the channel warpgroup could overwrite the number.
-        further = ctx.num_passes(tile) - 1
-        return add(tile, pairs), further_before, further
-
-    num_tiles = ctx.qk.num_tiles
     none = [zeros(CHUNK, 2 * BLOCK) for _ in range(NUM_BLOCKS)]
-    carry = (none, jnp.int32(0), jnp.int32(0))
-    pairs, of_first, of_last = lax.fori_loop(0, num_tiles, add_first, carry)
-    in_turn = 2 * jnp.minimum(of_first, of_last)
-
-    def add_further(turn: Index, pairs: Pairs) -> Pairs:
-        alone = jnp.where(of_last > of_first, num_tiles - 1, 0)
-        tile = jnp.where(turn < in_turn, turn & 1, alone)
-        plgpu.barrier_wait(ctx.barriers.pairs_full.at[tile])
-        return add(tile, pairs)
-
-    return lax.fori_loop(0, of_first + of_last, add_further, pairs)
+    return lax.fori_loop(0, ctx.qk.num_tiles, add, none)
 
 
-def add_pass(ctx: IntraKdaWarpgroup, tile: Index, pairs: Pairs) -> Pairs:
-    """Adds a pass of a tile of channels."""
+def add_products(ctx: IntraKdaWarpgroup, tile: Index, pairs: Pairs) -> Pairs:
+    """Adds the first pass of a tile of channels."""
     columns = ctx.smem.columns.at[tile]
     rows = ctx.smem.rows.at[tile]
     sums = []

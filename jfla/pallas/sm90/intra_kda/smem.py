@@ -18,6 +18,7 @@ from jfla.pallas.common.packed_rows import INPUTS, places_of
 from jfla.pallas.common.pair_passes import BLOCK, NUM_BLOCKS, SHIFT, passes_of
 from jfla.pallas.common.qk_tiles import QkgOperands, QkOptions, QkTiles
 from jfla.pallas.context import interpreting
+from jfla.pallas.mgpu.columns import join_columns, split_columns, widened
 from jfla.pallas.mgpu.copies import (
     Copies,
     commit_smem,
@@ -56,6 +57,18 @@ def column_positions(distance: int) -> tuple[int, int, int, int]:
     return first, second, third, last
 
 
+def in_two_parts(pairs: Reg) -> Reg:
+    """[C, 64] bf16, for a tile of shared memory: float32 [C, 2 BLOCK] rounded, and beside it what rounding took."""
+    high = pairs.astype(BF16)
+    return join_columns([high, (pairs - high.astype(F32)).astype(BF16)])
+
+
+def of_two_parts(parts: Reg) -> Reg:
+    """What `in_two_parts` was given, [C, 2 BLOCK]."""
+    high, low = split_columns(widened(parts), 2 * BLOCK)
+    return high + low
+
+
 class IntraKdaOperands(NamedTuple):
     """What the kernel reads."""
 
@@ -91,7 +104,7 @@ class SharedStorage(NamedTuple):
     k: Smem  # [2 chunks, tiles], raw, then k_from_start
     k_to_end: Smem  # [tiles]
     square_norms: Smem  # [2 chunks, 2, tiles, C]
-    log2_decay: Smem  # [tiles] float16 tiles, times GATE_SCALE
+    decay_union: Smem  # a pair: see `_decay_smem`
     block_decay: Smem  # [tiles, NUM_BLOCK_SPANS, 64]: the decays over `block_spans`
     bias: Smem  # [2 chunks, tiles, 64], where there is a gate
     resets: Smem  # [2 chunks, tiles, C], where sequences are packed
@@ -128,7 +141,7 @@ class SharedStorage(NamedTuple):
             k=tiles(2, num_tiles),
             k_to_end=tiles(num_tiles),
             square_norms=vectors(2, 2, num_tiles) if options.qk_norm else None,
-            log2_decay=tiles(num_tiles, dtype=F16),
+            decay_union=_decay_smem(num_tiles),
             block_decay=vectors(num_tiles, NUM_BLOCK_SPANS),
             bias=None if options.no_gate else vectors(2, num_tiles),
             resets=None if gmem.resets is None else vectors(2, num_tiles),
@@ -142,16 +155,35 @@ class SharedStorage(NamedTuple):
             beta_scaling=vectors(2) if inverts else None,
         )
 
+    @property
+    def log2_decay(self) -> Smem:
+        """[tiles] float16 tiles, times GATE_SCALE."""
+        return self.decay_union[0]
+
+    @property
+    def further_pairs(self) -> Smem:
+        """[tiles]: see `in_two_parts`."""
+        return self.decay_union[1]
+
+
+def _union(first: MemorySpec, second: MemorySpec) -> MemorySpec:
+    """Two buffers of one tiling in the same memory.
+
+    The race detector of interpret mode would take them for one buffer, so there they lie apart.
+    """
+    return (first, second) if interpreting() else plgpu.RefUnion(first, second)
+
+
+def _decay_smem(num_tiles: int) -> MemorySpec:
+    """log2 decays; and further pairs, which are made when the decays have been summed."""
+    decays = tile_smem(num_tiles, CHUNK, TILE_K, dtype=F16)
+    return _union(decays, tile_smem(num_tiles, CHUNK, TILE_K))
+
 
 def _inverse_smem() -> MemorySpec:
-    """A tile for a_inv, and [2] float16 tiles: what is inverted, and scratch.
-
-    The first shares its memory with the others, because a_inv comes last. The race detector of interpret mode would
-    take them for one buffer, so there they lie apart.
-    """
+    """A tile for a_inv, which comes last; and [2] float16 tiles: what is inverted, and scratch."""
     a_inv = tile_smem(CHUNK, CHUNK)
-    scratch = tile_smem(2, CHUNK, CHUNK, dtype=F16)
-    return (a_inv, scratch) if interpreting() else plgpu.RefUnion(a_inv, scratch)
+    return _union(a_inv, tile_smem(2, CHUNK, CHUNK, dtype=F16))
 
 
 class Barriers(NamedTuple):
@@ -160,8 +192,9 @@ class Barriers(NamedTuple):
     matrices_full: Barrier
     qk_full: Barrier  # [2 chunks * tiles]
     norms: Barrier  # the channel warpgroups wait for each other
-    pairs_full: Barrier  # [tiles]: rows and columns of a pass; and, once more, all stores are done
+    pairs_full: Barrier  # [tiles]: rows, columns and further pairs; and, once more, all stores are done
     pairs_empty: Barrier  # [tiles]
+    further_empty: Barrier  # [tiles], of chunks that have further pairs
     beta_full: Barrier
 
     @classmethod
@@ -177,6 +210,7 @@ class Barriers(NamedTuple):
             norms=plgpu.Barrier(num_arrivals=num_tiles),
             pairs_full=plgpu.Barrier(num_barriers=num_tiles),
             pairs_empty=plgpu.Barrier(num_barriers=num_tiles),
+            further_empty=plgpu.Barrier(num_barriers=num_tiles),
             beta_full=plgpu.Barrier(),
         )
 
@@ -233,10 +267,10 @@ class IntraKdaWarpgroup(NamedTuple):
         spans = transposed(self.smem.block_spans)
         return dot(zeros(TILE_K, NUM_BLOCK_SPANS), (decay, spans))
 
-    def num_passes(self, tile: Index) -> Index:
-        """How many passes the pairs of a tile of channels take."""
-        least = load_with_layout(self.smem.least.at[self.slot, tile], COLS)
-        return passes_of(jnp.min(least))
+    def num_passes(self, tile: Index, first: int = 0, channels: int = TILE_K) -> Index:
+        """How many passes the pairs take of a tile of channels, or of some of these from `first` on."""
+        least = self.smem.least.at[self.slot, tile, pl.ds(first, channels)]
+        return passes_of(jnp.min(load_with_layout(least, COLS)))
 
     def sync_channel_warpgroups(self) -> None:
         """They wait for each other, and for each other's shared memory writes."""
