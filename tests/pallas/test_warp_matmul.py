@@ -1,0 +1,105 @@
+"""What a warp does with its 16 rows of a tile: products of blocks, sums in two parts, loads of some columns."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jfla
+from jfla.pallas.mgpu.copies import commit_smem, store_from_layout, write
+from jfla.pallas.mgpu.launch import launch
+from jfla.pallas.mgpu.mma import zeros
+from jfla.pallas.mgpu.moves import load_rows, load_rows_wide
+from jfla.pallas.mgpu.smem import BF16, F32, tile_smem
+from jfla.pallas.mgpu.tile_moves import load_matrix
+from jfla.pallas.mgpu.warp_blocks import only_block
+from jfla.pallas.mgpu.warp_matmul import add_block_products
+from jfla.pallas.sm90.intra_kda.smem import in_two_parts, of_two_parts
+
+SIZE = 64
+BLOCK = 16
+
+
+def run_kernel(
+    body: Callable[..., None], inputs: Any, columns: int, name: str
+) -> np.ndarray:
+    """[64, columns] float32 that `body(inputs_gmem, out_gmem, tile_smem, _)` stores."""
+    out = jax.ShapeDtypeStruct((SIZE, columns), F32)
+
+    def run(inputs: Any) -> jax.Array:
+        return launch(
+            body,
+            inputs,
+            out,
+            grid={"cta": 1},
+            num_warpgroups=1,
+            smem=tile_smem(SIZE, SIZE),
+            name=name,
+        )
+
+    with jfla.pallas.interpret():
+        return np.asarray(jax.jit(run)(inputs))
+
+
+def draw(*shapes: tuple[int, int], dtype: Any = BF16) -> list[jax.Array]:
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    return [
+        jax.random.normal(key, shape).astype(dtype) for key, shape in zip(keys, shapes)
+    ]
+
+
+def test_blocks_of_rows_are_multiplied_each_with_its_own():
+    left, first, second = draw(*[(SIZE, SIZE)] * 3)
+
+    def body(inputs: Any, out: Any, _smem: Any, _barriers: Any) -> None:
+        x, *rights = (load_rows(ref) for ref in inputs)
+        acc = add_block_products(zeros(SIZE, 2 * BLOCK), x, tuple(rights))
+        store_from_layout(out, add_block_products(acc, x, tuple(rights)))
+
+    found = run_kernel(body, (left, first, second), 2 * BLOCK, "block_products")
+    rows = [np.asarray(x, np.float64).reshape(4, BLOCK, SIZE) for x in (left, first)]
+    of_first = np.einsum("wik,wjk->wij", *rows).reshape(SIZE, BLOCK)
+    rows[1] = np.asarray(second, np.float64).reshape(4, BLOCK, SIZE)
+    of_second = np.einsum("wik,wjk->wij", *rows).reshape(SIZE, BLOCK)
+    want = 2 * np.concatenate([of_first, of_second], axis=1)
+    np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-4)
+
+
+def test_sums_in_two_parts_keep_sixteen_bits_through_a_tile():
+    (x,) = draw((SIZE, 2 * BLOCK), dtype=F32)
+
+    def body(x_gmem: Any, out: Any, tile: Any, _barriers: Any) -> None:
+        write(tile, in_two_parts(load_rows(x_gmem)))
+        commit_smem()
+        whole = of_two_parts(load_matrix(tile))
+        blocks = [only_block(whole, block) for block in range(4)]
+        store_from_layout(out, blocks[0] + blocks[1] + blocks[2] + blocks[3])
+
+    found = run_kernel(body, x, 2 * BLOCK, "two_parts")
+    np.testing.assert_allclose(found, x, rtol=2.0**-16)
+    assert np.any(found != np.asarray(x.astype(BF16), np.float32))
+
+
+def test_some_columns_of_a_tile_are_loaded():
+    (x,) = draw((SIZE, SIZE))
+
+    def body(x_gmem: Any, out: Any, tile: Any, _barriers: Any) -> None:
+        write(tile, load_rows(x_gmem))
+        commit_smem()
+        columns = load_matrix(tile, first=2 * BLOCK, columns=BLOCK)
+        store_from_layout(out, columns.astype(F32))
+
+    found = run_kernel(body, x, BLOCK, "columns_of_a_tile")
+    np.testing.assert_array_equal(found, x[:, 2 * BLOCK : 3 * BLOCK].astype(F32))
+
+
+def test_wide_loads_are_of_the_same_rows():
+    (x,) = draw((SIZE, SIZE), dtype=F32)
+
+    def body(x_gmem: Any, out: Any, _smem: Any, _barriers: Any) -> None:
+        store_from_layout(out, jnp.abs(load_rows_wide(x_gmem)))
+
+    found = run_kernel(body, x, SIZE, "wide_rows")
+    np.testing.assert_array_equal(found, np.abs(x))
