@@ -36,10 +36,11 @@ CONFIGURATIONS = [
 # Bytes, at most; of other kernels nothing.
 SPILLED = {
     "jfla_grads_kda": 32,
-    "jfla_intra_kda_beside_output_scan": 32,
+    "jfla_intra_kda_beside_output_scan": 16,
 }
 # The same where packed segments lie in place; the scans with K = 256.
 SPILLED_IN_PLACE = {
+    "jfla_intra_kda_beside_output_scan": 40,
     "jfla_intra_kda": 20,
     "jfla_output_scan": 12,
     "jfla_backward_scans": 8,

@@ -67,24 +67,32 @@ def pairs_warpgroup(ctx: IntraKdaWarpgroup, outputs: IntraKdaOutputs) -> None:
 
 def sum_over_channels(ctx: IntraKdaWarpgroup) -> Pairs:
     """The pairs of every block, of all tiles and passes."""
-    barriers = ctx.barriers
+    num_tiles = ctx.qk.num_tiles
 
-    def add_further(tile: Index, pairs: Pairs) -> Pairs:
-        further = of_two_parts(load(ctx.smem.further_pairs.at[tile]))
-        plgpu.barrier_arrive(barriers.further_empty.at[tile])
-        return [acc + only_block(further, block) for block, acc in enumerate(pairs)]
-
-    def add(tile: Index, pairs: Pairs) -> Pairs:
-        plgpu.barrier_wait(barriers.pairs_full.at[tile])
-        # Before the arrivals: behind them the channel warpgroup could overwrite what the number follows from.
-        has_further = ctx.num_passes(tile) > 1
+    def add_first(tile: Index, carry: tuple[Pairs, Index]) -> tuple[Pairs, Index]:
+        pairs, with_further = carry
+        plgpu.barrier_wait(ctx.barriers.pairs_full.at[tile])
+        # Before the arrival: behind it the channel warpgroup could overwrite what the number follows from.
+        has_further = (ctx.num_passes(tile) > 1).astype(jnp.int32)
         pairs = add_products(ctx, tile + ctx.zero, pairs)
-        plgpu.barrier_arrive(barriers.pairs_empty.at[tile])
-        add_own = functools.partial(add_further, tile)
-        return lax.cond(has_further, add_own, lambda pairs: pairs, pairs)
+        plgpu.barrier_arrive(ctx.barriers.pairs_empty.at[tile])
+        return pairs, with_further | (has_further << tile)
 
     none = [zeros(CHUNK, 2 * BLOCK) for _ in range(NUM_BLOCKS)]
-    return lax.fori_loop(0, ctx.qk.num_tiles, add, none)
+    carry = (none, jnp.int32(0))  # a bit for each tile that has further passes
+    pairs, with_further = lax.fori_loop(0, num_tiles, add_first, carry)
+    for tile in range(num_tiles):
+        add = functools.partial(add_further, ctx, tile)
+        has_further = (with_further >> tile) & 1 == 1
+        pairs = lax.cond(has_further, add, lambda pairs: pairs, pairs)
+    return pairs
+
+
+def add_further(ctx: IntraKdaWarpgroup, tile: int, pairs: Pairs) -> Pairs:
+    """Adds what a channel warpgroup has summed of further passes."""
+    further = of_two_parts(load(ctx.smem.further_pairs.at[tile]))
+    plgpu.barrier_arrive(ctx.barriers.further_empty.at[tile])
+    return [acc + only_block(further, block) for block, acc in enumerate(pairs)]
 
 
 def add_products(ctx: IntraKdaWarpgroup, tile: Index, pairs: Pairs) -> Pairs:
