@@ -31,7 +31,7 @@ from jfla.pallas.mgpu.types import Fragments, InlineContext, Reg, Scalar, Vector
 Pairs = dict[tuple[int, int], Any]
 EVERY_PART = [(column, half) for column in range(2) for half in range(HALVES)]
 
-STEP = 2  # parts that a product sums over
+SUMMED_PARTS = 2  # columns of parts that a product sums over
 
 
 def add_block_products(acc: Reg, left: Reg, rights: tuple[Reg, ...]) -> Reg:
@@ -64,7 +64,7 @@ def add_block_products(acc: Reg, left: Reg, rights: tuple[Reg, ...]) -> Reg:
             right_parts = _words(right)
             first = n * BLOCK_ROWS // PART
             total = {(i, half): sums[first + i, half] for i, half in EVERY_PART}
-            for k in range(0, left.shape[1] // PART, STEP):
+            for k in range(0, left.shape[1] // PART, SUMMED_PARTS):
                 a = {(i, half): left_parts[k + i, half] for i, half in EVERY_PART}
                 b = {(i, half): right_parts[k + i, half] for i, half in EVERY_PART}
                 total = multiply(total, a, b, "bf16")
