@@ -48,6 +48,9 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["JFLA_TEST_GPU"] = "1"  # workers of pytest-xdist inherit it
     if os.environ.get("JFLA_TEST_GPU", "0") != "1":
         os.environ["JAX_PLATFORMS"] = "cpu"
+    else:
+        # Processes side by side would keep memory that a test has given back.
+        os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
     flags = "--xla_force_host_platform_device_count=8"
     if os.environ.get("JFLA_TEST_GPU", "0") != "1" and marker != "aot":
         flags += " --xla_backend_optimization_level=0"  # most of the time is compiling, and half of that is LLVM's
