@@ -26,7 +26,7 @@ from jfla.pallas.mgpu.thread import (
     with_element,
 )
 from jfla.pallas.mgpu.types import Fragments, InlineContext, Reg, Scalar, Vector
-from jfla.pallas.mgpu.warp_matmul import EVERY_PART, Pairs, multiply, splat
+from jfla.pallas.mgpu.warp_matmul import EVERY_PART, WarpMatrix, multiply, splat
 
 BLOCK_LEVELS = 4  # doublings from 1 to 16
 LEVELS = 6  # and on to 64
@@ -91,7 +91,7 @@ def _square(n: Reg, level: int) -> Reg:
     return jnp.where(joins & (row > column), n, jnp.zeros_like(n))
 
 
-def _own_block(registers: Pairs, thread: Thread) -> Pairs:
+def _own_block(registers: WarpMatrix, thread: Thread) -> WarpMatrix:
     """A warp's diagonal block, two float16 as i32."""
     word = ir.IntegerType.get_signless(32)
     block = {}
@@ -104,7 +104,7 @@ def _own_block(registers: Pairs, thread: Thread) -> Pairs:
     return block
 
 
-def _block_inverse(n: Pairs, thread: Thread) -> Pairs:
+def _block_inverse(n: WarpMatrix, thread: Thread) -> WarpMatrix:
     """(I - N)^-1 of a block, by doubling: X <- X + X N' X with the N' of the squares that join two blocks."""
     square = _squares(n, thread, 0)
     # A square of level 0 lies in a part on the diagonal, so that the transpose of each part is that of the block.
@@ -125,7 +125,7 @@ def _block_inverse(n: Pairs, thread: Thread) -> Pairs:
     return x
 
 
-def _squares(n: Pairs, thread: Thread, level: int) -> Pairs:
+def _squares(n: WarpMatrix, thread: Thread, level: int) -> WarpMatrix:
     """The squares of a level; elsewhere 0."""
     zero = i32(0)
     if level == BLOCK_LEVELS - 1:  # the part below the diagonal
@@ -146,7 +146,7 @@ def _squares(n: Pairs, thread: Thread, level: int) -> Pairs:
     }
 
 
-def _diagonal(thread: Thread) -> Pairs:
+def _diagonal(thread: Thread) -> WarpMatrix:
     """The identity in float32."""
     f32 = ir.F32Type.get()
     pair = splat(0.0)

@@ -35,6 +35,7 @@ from jfla.pallas.mgpu.types import (
     MemRef,
     Reg,
     Scalar,
+    Vector,
 )
 
 
@@ -48,19 +49,11 @@ def load_rows(source_gmem: Gmem) -> Reg:
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=out)
     def load(_: InlineContext, source: MemRef) -> Fragments:
         thread = Thread()
-        memref = ir.MemRefType(source.type)
-        (stride, _), _ = memref.get_strides_and_offset()
-        element = memref.element_type
-        pair = ir.VectorType.get((2,), element)
-        pointer = llvm.addrspacecast(
-            llvm.PointerType.get(address_space=1), utils.memref_ptr(source)
-        )
-        row = multiply_add(thread.warp, BLOCK_ROWS, thread.row)
-        first = pointer_at(pointer, multiply_add(row, stride, thread.column), element)
-        registers = {}
-        for column, half in parts_of(shape[1]):
-            place = pointer_at(first, half * PART * stride + column * PART, element)
-            registers[column, half] = llvm.load(pair, place)
+        rows = _Rows(source, thread, thread.column)
+        registers = {
+            (column, half): rows.load(2, half, column * PART)
+            for column, half in parts_of(shape[1])
+        }
         return from_parts(registers)
 
     return load(source_gmem)  # pyright: ignore[reportCallIssue]
@@ -76,23 +69,13 @@ def load_rows_wide(source_gmem: Gmem) -> Reg:
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=out)
     def load(_: InlineContext, source: MemRef) -> Fragments:
         thread = Thread()
-        memref = ir.MemRefType(source.type)
-        (stride, _), _ = memref.get_strides_and_offset()
-        element = memref.element_type
-        four = ir.VectorType.get((WIDE_COLUMNS,), element)
-        pointer = llvm.addrspacecast(
-            llvm.PointerType.get(address_space=1), utils.memref_ptr(source)
-        )
-        row = multiply_add(thread.warp, BLOCK_ROWS, thread.row)
-        first = pointer_at(
-            pointer, multiply_add(row, stride, thread.wide_column), element
-        )
+        rows = _Rows(source, thread, thread.wide_column)
         layout = mosaic.WGMMA_LAYOUT_UPCAST_2X
-        registers = []
-        for column in range(0, shape[1], 4 * WIDE_COLUMNS):
-            for half in range(HALVES):
-                place = pointer_at(first, half * PART * stride + column, element)
-                registers.append(llvm.load(four, place))
+        registers = [
+            rows.load(WIDE_COLUMNS, half, column)
+            for column in range(0, shape[1], 4 * WIDE_COLUMNS)
+            for half in range(HALVES)
+        ]
         flat = np.array(registers, dtype=object)
         return mosaic.FragmentedArray(
             _registers=flat.reshape(layout.registers_shape(shape)),
@@ -101,6 +84,27 @@ def load_rows_wide(source_gmem: Gmem) -> Reg:
         )
 
     return load(source_gmem)  # pyright: ignore[reportCallIssue]
+
+
+class _Rows:
+    """A thread's rows of an array in global memory, from one of its columns on."""
+
+    def __init__(self, source: MemRef, thread: Thread, column: Scalar) -> None:
+        memref = ir.MemRefType(source.type)
+        (self._stride, _), _ = memref.get_strides_and_offset()
+        self._element = memref.element_type
+        pointer = llvm.addrspacecast(
+            llvm.PointerType.get(address_space=1), utils.memref_ptr(source)
+        )
+        row = multiply_add(thread.warp, BLOCK_ROWS, thread.row)
+        offset = multiply_add(row, self._stride, column)
+        self._first = pointer_at(pointer, offset, self._element)
+
+    def load(self, count: int, half: int, column: int) -> Vector:
+        """So many neighbours of a row of that half, `column` columns on."""
+        vector = ir.VectorType.get((count,), self._element)
+        offset = half * PART * self._stride + column
+        return llvm.load(vector, pointer_at(self._first, offset, self._element))
 
 
 def store_transposed_f32(x: Reg, rows_gmem: Gmem) -> None:

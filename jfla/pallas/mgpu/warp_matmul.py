@@ -27,8 +27,8 @@ from jfla.pallas.mgpu.thread import (
 )
 from jfla.pallas.mgpu.types import Fragments, InlineContext, Reg, Scalar, Vector
 
-# Of a 16 x 16 matrix by (column of parts, half): two float32, or two elements of 16 bits as i32.
-Pairs = dict[tuple[int, int], Any]
+# A thread's share of a 16 x 16 matrix by (column of parts, half): two float32, or two elements of 16 bits as i32.
+WarpMatrix = dict[tuple[int, int], Any]
 EVERY_PART = [(column, half) for column in range(2) for half in range(HALVES)]
 
 SUMMED_PARTS = 2  # columns of parts that a product sums over
@@ -75,7 +75,9 @@ def add_block_products(acc: Reg, left: Reg, rights: tuple[Reg, ...]) -> Reg:
     return add(acc, left, *rights)  # pyright: ignore[reportCallIssue]: the first argument is Mosaic's
 
 
-def multiply(acc: Pairs, a: Pairs, b_transposed: Pairs, element: str = "f16") -> Pairs:
+def multiply(
+    acc: WarpMatrix, a: WarpMatrix, b_transposed: WarpMatrix, element: str = "f16"
+) -> WarpMatrix:
     """acc + a @ b of 16 x 16 matrices: acc float32; a and b^T two elements as i32."""
     left = [a[0, 0], a[0, 1], a[1, 0], a[1, 1]]
     out = {}
@@ -100,7 +102,7 @@ def pair(first: Scalar, second: Scalar) -> Vector:
     return with_element(with_element(splat(0.0), 0, first), 1, second)
 
 
-def _words(x: Fragments) -> Pairs:
+def _words(x: Fragments) -> WarpMatrix:
     word = ir.IntegerType.get_signless(32)
     return {part: utils.bitcast(register, word) for part, register in parts(x).items()}
 

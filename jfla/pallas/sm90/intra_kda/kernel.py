@@ -59,8 +59,7 @@ def intra_kda(
 ) -> PendingResults:
     """On the host: the kernel that makes `IntraResults` of every chunk, not launched yet.
 
-    `beta` is [B, HV, N, 1, C], or None where the caller has the A matrices: `intra` of the results
-    is then None.
+    `beta` is [B, HV, N, 1, C], or None where the caller has the A matrices: `intra` of the results is then None.
     """
     batch, time, _, key_dim = gmem.q.shape
     num_blocks = max(key_dim // CHANNEL_BLOCK, 1)
@@ -71,9 +70,7 @@ def intra_kda(
     with_pairs = beta is not None
     inverts = with_pairs and num_blocks == 1
     num_warpgroups = num_tiles + with_pairs
-    limits = ()  # where there are fewer warpgroups, each has registers enough
-    if num_warpgroups == 3:
-        limits = (CHANNEL_REGISTERS, CHANNEL_REGISTERS, PAIRS_REGISTERS)
+    limits = _register_limits(num_warpgroups)
 
     def body(
         gmem: IntraKdaOperands,
@@ -115,7 +112,7 @@ def intra_kda(
         used = chunks.used_tiles(gmem.qkg.q)
         tiles = scheduler.up_to(None if used is None else used * num_blocks)
 
-        # A scan beside this kernel may bring a fourth warpgroup, which leaves too few registers for the limits.
+        # Else a scan beside this kernel has brought a fourth warpgroup: see `_register_limits`.
         moves_registers = lax.axis_size("wg") == len(limits)
 
         def run_roles() -> None:
@@ -136,11 +133,9 @@ def intra_kda(
         tiles.if_any(cta, 0, run_roles)
         plgpu.wait_smem_to_gmem(0)
 
-    sum_matrices = stack_matrices(F16, *SUM_MATRICES)
-    spans = stack_matrices(F16, block_spans())[0]
     kernel = Kernel(
         name="jfla_intra_kda",
-        inputs=IntraKdaOperands(gmem, beta if inverts else None, sum_matrices, spans),
+        inputs=_operands(gmem, beta if inverts else None),
         outputs=_output_shapes(grid, key_dim, with_pairs, ring),
         num_ctas=scheduler.num_ctas,
         num_warpgroups=num_warpgroups,
@@ -154,6 +149,24 @@ def intra_kda(
         return _intra_results(outputs, beta)
 
     return PendingResults(kernel, resolve)
+
+
+def _operands(gmem: QkgOperands, beta: Gmem) -> IntraKdaOperands:
+    """On the host: what the kernel reads, with the matrices of its sums."""
+    sum_matrices = stack_matrices(F16, *SUM_MATRICES)
+    spans = stack_matrices(F16, block_spans())[0]
+    return IntraKdaOperands(gmem, beta, sum_matrices, spans)
+
+
+def _register_limits(num_warpgroups: int) -> tuple[int, ...]:
+    """On the host: of every warpgroup; none where there are fewer than three, which have registers enough.
+
+    A launch of four warpgroups has fewer registers than the limits want together: the channel warpgroups must not take
+    theirs there, for which they would wait for ever.
+    """
+    if num_warpgroups < 3:
+        return ()
+    return CHANNEL_REGISTERS, CHANNEL_REGISTERS, PAIRS_REGISTERS
 
 
 def _intra_results(outputs: IntraKdaOutputs, beta: Gmem) -> IntraResults:
