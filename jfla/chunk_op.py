@@ -147,6 +147,11 @@ def _name(residuals: Residuals) -> Residuals:
     """For `jax.checkpoint_policies.save_only_these_names`."""
     a_qk = checkpoint_name(residuals.intra.a_qk, "jfla_a_qk")
     a_inv = checkpoint_name(residuals.intra.a_inv, "jfla_inverse")
+    # Vectors, together a fifth of A_inv at most, have its name: policies that keep it keep all that the kernels read.
+    factors, token_scalars = (
+        None if x is None else checkpoint_name(x, "jfla_inverse")
+        for x in (residuals.factors, residuals.token_scalars)
+    )
     checkpoints = residuals.state_checkpoints
     if checkpoints is not None:
         checkpoints = checkpoint_name(checkpoints, "jfla_states")
@@ -156,7 +161,8 @@ def _name(residuals: Residuals) -> Residuals:
     split_r = residuals.split_r
     if split_r is not None:
         split_r = checkpoint_name(split_r, "jfla_state_map")
-    return Residuals(IntraChunk(a_qk, a_inv), checkpoints, entered, split_r)
+    intra = IntraChunk(a_qk, a_inv)
+    return Residuals(intra, checkpoints, entered, split_r, factors, token_scalars)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -120,7 +120,7 @@ Q_FROM_START, K_FROM_START, K_TO_END, CHUNK_DECAY = range(4)
 
 
 class IntraChunk(NamedTuple):
-    """What a chunk knows about its pairs of tokens; all that the backward keeps beside the inputs.
+    """What a chunk knows about its pairs of tokens; the most of what the backward keeps beside the inputs.
 
     a_qk  = tril(scale * q D k^T)            D_ij = exp(g_cum_i - g_cum_j), per channel for KDA
     a_inv = (I + L)^-1 diag(beta)            L = stril(diag(beta) k D k^T)
@@ -165,6 +165,9 @@ class Residuals(NamedTuple):
     # Where time is split over devices, and R of the spans that a device scans side by side.
     entered: Entered | None = None
     split_r: Float[Array, "B HV splits K K"] | None = None
+    # Of a scalar gate: `FactoredQK.factors`, and the vectors that they follow from
+    factors: Float[Array, "B HV N 4 C"] | None = None
+    token_scalars: Float[Array, "B HV N scalars C"] | None = None
 
 
 class Stages(Protocol):

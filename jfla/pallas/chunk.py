@@ -48,7 +48,7 @@ from jfla.pallas.sm90.grads_gdn.kernel import (
 from jfla.pallas.sm90.grads_kda.kernel import grads_kda
 from jfla.pallas.sm90.intra_kda.kernel import intra_kda
 from jfla.parallel.stretch import Entered, Stretch
-from jfla.stages import QK, IntraChunk, Residuals, ScanResults
+from jfla.stages import QK, FactoredQK, IntraChunk, Residuals, ScanResults
 from jfla.types import DeltaRuleOutput, Inputs, Options, State, Value
 
 # The three places where the gate's shape decides: `intra_kernel`, `grads_kernel`, and the scans' `TokenDecay`.
@@ -64,15 +64,14 @@ def intra_kernel(
     with_a: bool = True,
     ring: RingChunks = ALL_CHUNKS,
 ) -> PendingResults:
-    """The intra-chunk kernel: IntraResults. Without `with_a` the caller has a_qk and a_inv already."""
+    """The intra-chunk kernel: IntraResults. Without `with_a`, of a gate per channel, the caller has a_qk and a_inv."""
     static = qk_options(x, inputs, options)
     num_ctas = num_ctas or schedule.intra_ctas
-    beta = (x.beta,) if with_a else ()
     if options.op.scalar_gate:
-        tokens = chunk_major(log2_decays(x, inputs), *beta)
+        tokens = chunk_major(log2_decays(x, inputs), x.beta)
         config = IntraGdnConfig(schedule.intra_wgs, num_ctas, ring)
         return intra_gdn(x.q, x.k, tokens, static, config)
-    tokens = chunk_major(*beta) if with_a else None
+    tokens = chunk_major(x.beta) if with_a else None
     if schedule.machine != "hopper":
         return mma_intra_kda(qkg_operands(x, inputs), tokens, x.v.shape[2], static)
     operands = qkg_operands(x, inputs)
@@ -187,7 +186,15 @@ def _forward(
             scanned = run(output_scan_kernel(qk, pairs, x.v, initial, config, **kept))
     (output,) = to_tokens([scanned.stores[0]], inputs, x.grid)
     split_r = None if stretch is None else split_r
-    residuals = Residuals(intra_results.intra, scanned.checkpoints, entered, split_r)
+    factors = intra_results.qk.factors if options.op.scalar_gate else None
+    residuals = Residuals(
+        intra_results.intra,
+        scanned.checkpoints,
+        entered,
+        split_r,
+        factors,
+        intra_results.token_scalars,
+    )
     last = scanned.last
     if last is not None and schedule.row_is_segment:
         last = last[:, 0]  # of its one segment
@@ -237,8 +244,13 @@ def _backward(
 ) -> Inputs:
     """The two scans, then the gradients of every chunk, then what is elementwise."""
     x = kernel_arrays(inputs, options, row_is_segment=schedule.row_is_segment)
-    with jax.named_scope("jfla_intra"):
-        intra_results = run(intra_kernel(x, inputs, options, schedule, with_a=False))
+    if residuals.factors is None:
+        with jax.named_scope("jfla_intra"):
+            kernel = intra_kernel(x, inputs, options, schedule, with_a=False)
+            intra_results = run(kernel)
+    else:
+        qk = FactoredQK(x.q, x.k, residuals.factors)
+        intra_results = IntraResults(qk, None, residuals.token_scalars)
     (do,) = whole_chunks([d_output.astype(x.v.dtype)], inputs, x.grid)
     group_chunks = options.chunks_per_state
     d_last = by_segment(d_final)

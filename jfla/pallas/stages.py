@@ -84,9 +84,10 @@ def chunk_grads(
     plan = _plan(inputs, options, plan)
     with tracing_for(plan.machine):
         x = kernel_arrays(inputs, options)
-        without_a = run(chunk.intra_kernel(x, inputs, options, plan, with_a=False))
+        with_a = options.op.scalar_gate  # else its kernel takes less without them
+        results = run(chunk.intra_kernel(x, inputs, options, plan, with_a=with_a))
         grads = chunk.grads_kernel(
-            x, inputs, options, plan, without_a, scans, out_dtype=F32
+            x, inputs, options, plan, results, scans, out_dtype=F32
         )
         norm_is_left = leaves_norm(inputs, options)
     dq = grads.dq

@@ -47,6 +47,8 @@ RESIDUALS = _named(
     state_checkpoints="B HV spans V K",
     entered=None,  # inside shard_map, where nothing is split
     split_r=None,
+    factors="B HV N rows C",
+    token_scalars="B HV N scalars C",
 )
 
 

@@ -21,7 +21,7 @@ ALL_CHUNKS = RingChunks()
 
 
 class IntraResults(NamedTuple):
-    """Of the intra-chunk kernel. `intra` is None where the caller has it; `token_scalars` is None for KDA."""
+    """Of the intra-chunk kernel. `intra` is None where the backward has it; `token_scalars` is None for KDA."""
 
     qk: Gmem  # a QK
     intra: Gmem  # an IntraChunk or None

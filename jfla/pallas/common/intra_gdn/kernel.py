@@ -67,9 +67,8 @@ def load_tokens(
 ) -> None:
     """Copies the chunk's q, k and token inputs to shared memory and waits for them; and for room for its results."""
     loaded = Copies(None if ctx.barriers is None else ctx.barriers.loaded.at[ctx.wg])
-    if ctx.spec.loads_qk:
-        for tile in range(ctx.spec.num_tiles):
-            ctx.qk.prefetch(tile, gmem.q, gmem.k, loaded)
+    for tile in range(ctx.spec.num_tiles):
+        ctx.qk.prefetch(tile, gmem.q, gmem.k, loaded)
     source = ctx.index.tile(gmem.token_inputs)
     loaded.start(source, ctx.vectors.token_inputs)
     ready_flags.wait_for_room(ctx.anew().index.number)
@@ -88,8 +87,7 @@ def write_row_factors(ctx: IntraGdnWarpgroup) -> None:
     write(vectors.token_scalars.at[LOG2_CUM], log2_cum)
     if qk_norm:
         ctx.qk.write_square_norms(0)
-    if vectors.beta_scaling is not None:
-        write_beta_scaling(vectors.token_inputs.at[BETA], vectors.beta_scaling)
+    write_beta_scaling(vectors.token_inputs.at[BETA], vectors.beta_scaling)
     commit_smem()
     last = vectors.token_scalars[LOG2_CUM, CHUNK - 1]
     last = plgpu.layout_cast(lax.broadcast_in_dim(last, (CHUNK,), []), ROWS)
@@ -167,9 +165,8 @@ def intra_of_chunk(
     commit_smem()
     store_tile(ctx.vectors.factors, index.tile(out_gmem.factors))
     store_tile(ctx.vectors.token_scalars, index.tile(out_gmem.token_scalars))
-    if out_gmem.intra is not None:
-        compute_a_qk(ctx.anew(), out_gmem.intra.a_qk)
-        compute_a_inv(ctx.anew(), out_gmem.intra.a_inv)
+    compute_a_qk(ctx.anew(), out_gmem.intra.a_qk)
+    compute_a_inv(ctx.anew(), out_gmem.intra.a_inv)
     ready_flags.signal(ctx.anew().index.number)
     # The next chunk is loaded over what these stores read.
     wait_for_stores(read_only=True)
@@ -184,8 +181,7 @@ def intra_gdn(
 ) -> PendingResults:
     """On the host: the kernel, not launched yet, which resolves to `IntraResults`.
 
-    `token_inputs` [B, HV, N, 1 or 2, C] float32: log2 decay; and beta, unless the caller has the
-    `IntraChunk`s, which are then None in the results.
+    `token_inputs` [B, HV, N, NUM_TOKEN_INPUTS, C] float32: log2 decay and beta.
     """
     spec = intra_gdn_spec(q, token_inputs.shape, options, config)
     scheduler = TileScheduler(spec.grid.num_tiles, config.max_ctas, config.wgs_per_cta)

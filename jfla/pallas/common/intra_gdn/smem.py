@@ -27,8 +27,8 @@ from jfla.stages import (
 from jfla.types import CHUNK
 
 # Rows of token_inputs.
-LOG2_DECAY = 0
-BETA = 1  # only where the kernel is to make the `IntraChunk`s
+LOG2_DECAY, BETA = range(2)
+NUM_TOKEN_INPUTS = 2
 
 # Rows of token_scalars.
 LOG2_CUM = 0  # sum of log2 decay from the chunk's start to the token
@@ -44,22 +44,13 @@ class IntraGdnConfig(NamedTuple):
 
 
 class IntraGdnSpec(NamedTuple):
-    """Static. Without `with_intra` the caller has the `IntraChunk`s."""
+    """Static."""
 
     options: QkOptions
     grid: ChunkGrid
     num_tiles: int  # of 64 channels of K
     wgs_per_cta: int
-    with_intra: bool
     dtype: DTypeLike  # of q, k and the A matrices: bfloat16 or float16
-
-    @property
-    def loads_qk(self) -> bool:
-        return self.with_intra or self.options.qk_norm
-
-    @property
-    def num_token_inputs(self) -> int:
-        return 1 + self.with_intra
 
     @property
     def num_token_scalars(self) -> int:
@@ -71,7 +62,7 @@ class IntraGdnInputs(NamedTuple):
 
     q: Gmem  # [B, T, H, K] bfloat16 or float16
     k: Gmem  # [B, T, H, K] the same
-    token_inputs: Gmem  # [B, HV, N, 1 or 2, C] float32: see LOG2_DECAY
+    token_inputs: Gmem  # [B, HV, N, NUM_TOKEN_INPUTS, C] float32: see LOG2_DECAY
 
 
 class IntraGdnOutputs(NamedTuple):
@@ -79,16 +70,16 @@ class IntraGdnOutputs(NamedTuple):
 
     factors: Gmem  # [B, HV, N, 4, C] float32: see `FactoredQK`
     token_scalars: Gmem  # [B, HV, N, 1 or 3, C] float32: see LOG2_CUM
-    intra: IntraChunk | None
+    intra: IntraChunk
 
 
 class TokenVectors(NamedTuple):
     """Shared memory: vectors [C] float32, but for `iota`. All warpgroups' have a leading axis."""
 
     square_norms: Smem  # [2, 1, C]
-    token_inputs: Smem  # [1 or 2, C]
+    token_inputs: Smem  # [NUM_TOKEN_INPUTS, C]
     token_scalars: Smem  # [1 or 3, C]
-    beta_scaling: Smem  # [2, C], or None without `with_intra`
+    beta_scaling: Smem  # [2, C]
     factors: Smem  # [4, C]
     iota: Smem  # [C] int32
 
@@ -142,9 +133,7 @@ class IntraGdnWarpgroup(NamedTuple):
 
     @property
     def vectors(self) -> TokenVectors:
-        return TokenVectors(
-            *[None if x is None else x.at[self._row] for x in self.smem.vectors]
-        )
+        return TokenVectors(*[x.at[self._row] for x in self.smem.vectors])
 
     @property
     def qk(self) -> QkTiles:
@@ -174,8 +163,6 @@ class IntraGdnWarpgroup(NamedTuple):
 
     def _own_tiles(self, tiles_smem: Smem) -> tuple[Smem, Smem]:
         """The tiles of q or of k, and the last float16 tile."""
-        if tiles_smem is None:
-            return None, None
         own_tiles, f16_tiles = tiles_smem
         last_tile = self.work.zero + self.spec.num_tiles - 1
         return own_tiles.at[self._row], f16_tiles.at[self._row, last_tile]
@@ -195,13 +182,12 @@ def intra_gdn_spec(
     options: QkOptions,
     config: IntraGdnConfig,
 ) -> IntraGdnSpec:
-    batch, heads, n_chunks, num_token_inputs, _ = inputs_shape
+    batch, heads, n_chunks, *_ = inputs_shape
     return IntraGdnSpec(
         options=options,
         grid=ChunkGrid(batch, heads, n_chunks, config.ring.sequences_per_group),
         num_tiles=q.shape[-1] // TILE_K,
         wgs_per_cta=config.wgs_per_cta,
-        with_intra=num_token_inputs > BETA,
         dtype=q.dtype,
     )
 
@@ -217,7 +203,7 @@ def output_shapes(spec: IntraGdnSpec, ring: RingChunks) -> IntraGdnOutputs:
     return IntraGdnOutputs(
         factors=per_chunk(4, F32),
         token_scalars=per_chunk(spec.num_token_scalars, F32),
-        intra=IntraChunk(square, square) if spec.with_intra else None,
+        intra=IntraChunk(square, square),
     )
 
 
@@ -226,13 +212,13 @@ def intra_gdn_storage(spec: IntraGdnSpec, q: Rows) -> SharedStorage:
         return plgpu.SMEM((spec.wgs_per_cta, *rows, CHUNK), F32)
 
     return SharedStorage(
-        q=_qk_smem(spec) if spec.loads_qk else None,
-        k=_qk_smem(spec) if spec.loads_qk else None,
+        q=_qk_smem(spec),
+        k=_qk_smem(spec),
         vectors=TokenVectors(
             square_norms=vectors(2, 1),
-            token_inputs=vectors(spec.num_token_inputs),
+            token_inputs=vectors(NUM_TOKEN_INPUTS),
             token_scalars=vectors(spec.num_token_scalars),
-            beta_scaling=vectors(2) if spec.with_intra else None,
+            beta_scaling=vectors(2),
             factors=vectors(4),
             iota=iota_smem(spec.wgs_per_cta, CHUNK),
         ),
@@ -261,7 +247,7 @@ def _qk_smem(spec: IntraGdnSpec) -> MemorySpec:
 def intra_gdn_barriers(spec: IntraGdnSpec) -> Barriers | None:
     if not on_hopper():
         return None
-    copies_of_qk = 2 * spec.num_tiles * spec.loads_qk
+    copies_of_qk = 2 * spec.num_tiles
     return Barriers(
         loaded=plgpu.Barrier(
             num_arrivals=1 + copies_of_qk, num_barriers=spec.wgs_per_cta
