@@ -23,7 +23,7 @@ from jfla.types import Op
 
 # The fewest and the most of a span. Nothing runs beside the scan of the states in its first span, so that long spans
 # cost the backward time, and the forward stores a state for each, so that short ones cost time and memory.
-SPAN_CHUNKS = (16, 32)
+SPAN_CHUNKS = (8, 32)
 # A chunk's operands are copied while three others are in the pipeline, so that the scan is at most two chunks ahead of
 # the gradients. Of more, the second-level cache has lost the first when they are read.
 DSTATE_RING = 5
@@ -31,8 +31,6 @@ DSTATE_RING = 5
 # three: with two spans alone the gradients could not begin a span until they had ended the one before.
 STATE_RING_SLACK = 4
 DIM = 128  # K and V; with others the two kernels were not timed
-# Just above an H100's copy rate. On a GPU with faster memory the launch was not timed, and has less to gain.
-MAX_BYTES_PER_US = 3.1e6
 
 
 class BackwardOverlap(NamedTuple):
@@ -55,7 +53,7 @@ def backward_overlap(
     """
     if not op.scalar_gate or not dims.key_dim == dims.value_dim == DIM:
         return None
-    if bytes_per_us > MAX_BYTES_PER_US or time_splits(dims, num_sms) > 1:
+    if time_splits(dims, num_sms) > 1:
         return None
     if dims.segments is not None or dims.n_chunks < 2 * SPAN_CHUNKS[0]:
         return None
@@ -85,10 +83,11 @@ def backward_overlap(
 def _short_spans(n_chunks: int, long_spans: int) -> int:
     """Longer ones the longer time is, and whole parts of the long spans where these have such."""
     shortest, longest = SPAN_CHUNKS
-    most_chunks = min(max(n_chunks // longest, shortest), longest)
+    wanted = min(max(n_chunks // longest, shortest), longest)
     if long_spans:
         long_span = n_chunks // long_spans
-        for length in range(most_chunks, shortest // 2 - 1, -1):
-            if long_span % length == 0:
-                return n_chunks // length
-    return -(-n_chunks // most_chunks)
+        lengths = range(shortest // 2, longest + 1)
+        parts = [length for length in lengths if long_span % length == 0]
+        if parts:
+            return n_chunks // min(parts, key=lambda length: abs(length - wanted))
+    return -(-n_chunks // wanted)

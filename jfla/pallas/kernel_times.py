@@ -37,9 +37,9 @@ BACKWARD_SCAN_US = {64: 1.35, 128: 2.25}
 # Of a copy's rate, where these scans or the gradients fill the GPU
 BACKWARD_COPY_SHARE = 0.88
 GRADS_US = 5.6  # of a chunk of a scalar gate, of a CTA of the gradient kernel that waits for no bytes
-# The least for a chunk of all sequences beside the gradients: a step of a scan waits for its stores, and the producer
-# for room in a ring.
-BACKWARD_BESIDE_US = 2.7
+# The least for a chunk of all sequences beside the gradients. Of 32 sequences an H200's second-level cache lets no more
+# through; of 16 a step waits for its stores, and the producer for room in a ring.
+BACKWARD_BESIDE_US = 2.9
 NEXT_GROUP_US = 10  # until a scan's CTAs are those of the next group
 SEGMENTS_COPY_SHARE = 0.9  # of a copy's rate, beside the scans of segments (an H100)
 

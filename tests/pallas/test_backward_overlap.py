@@ -15,6 +15,8 @@ from support.kernel_cases import Call, inputs, results, scheduled
 from jfla.pallas import scans_and_grads
 from jfla.pallas.backward_overlap import BackwardOverlap
 from jfla.pallas.common.chunk_index import ChunkGrid, EqualSpans
+from jfla.pallas.common.scan.cta import GridIndex
+from jfla.pallas.common.scan.pipeline import scan_by_scan
 from jfla.pallas.common.scan.spec import ScanConfig
 from jfla.pallas.common.scan.steps import backward_scans_kernel
 from jfla.pallas.dims import Dims
@@ -32,7 +34,10 @@ H100_BYTES_PER_US = BYTES_PER_US["NVIDIA H100 80GB HBM3"]
         ("gdn", 1, 32, 8192, H100_BYTES_PER_US, 0),
         ("gdn", 8, 32, 4096, H100_BYTES_PER_US, 32),
         ("gdn", 1, 32, 65536, H100_BYTES_PER_US, 0),
-        ("gdn", 1, 32, 8192, H200_BYTES_PER_US, None),  # not timed
+        ("gdn", 1, 32, 8192, H200_BYTES_PER_US, 0),
+        ("gdn", 8, 32, 4096, H200_BYTES_PER_US, 32),
+        ("gdn", 1, 32, 65536, H200_BYTES_PER_US, 0),
+        ("gdn", 1, 16, 8192, H200_BYTES_PER_US, None),
         ("gdn", 1, 16, 8192, H100_BYTES_PER_US, None),  # a chain takes longer
         ("gdn", 1, 32, 1024, H100_BYTES_PER_US, None),  # few chunks
         ("gdn", 1, 4, 65536, H100_BYTES_PER_US, None),  # time is split
@@ -84,12 +89,21 @@ def test_spans_are_counted_from_the_end_of_time(n_chunks, num_spans):
     assert span[begins].tolist() == list(range(num_spans))
 
 
+def test_a_scan_makes_room_for_the_same_scan_of_the_next_group():
+    """Two rows of 4 heads in groups of 2 sequences: the second scan of a group, the states', ends first."""
+    grid = GridIndex(v_block=1, scan=2, head=4, batch=2, time_split=1)
+    index = scan_by_scan(grid, 2, jnp.arange(16))
+    sequences = [0, 1, 0, 1, 2, 3, 2, 3, 4, 5, 4, 5, 6, 7, 6, 7]
+    assert (index.batch * 4 + index.head).tolist() == sequences
+    assert index.scan.tolist() == [1, 1, 0, 0] * 4
+
+
 @settings(deadline=None, max_examples=25)
 @given(
     batch=st.integers(1, 4),
     heads=st.sampled_from([16, 24, 32, 40, 64]),
     n_chunks=st.integers(32, 100),
-    bytes_per_us=st.sampled_from([H100_BYTES_PER_US, 2e6, 1e6]),
+    bytes_per_us=st.sampled_from([H200_BYTES_PER_US, H100_BYTES_PER_US, 2e6, 1e6]),
     num_sms=st.sampled_from([78, 114, 132]),
 )
 def test_scans_always_get_room(batch, heads, n_chunks, bytes_per_us, num_sms):
@@ -138,12 +152,16 @@ def chunks_read(
     in_reverse = list(range(n_chunks))[::-1]
     spans = EqualSpans(n_chunks, beside.num_spans)
     by_spans = np.asarray(spans.last_span_first(jnp.arange(n_chunks))).tolist()
+    scans = (in_reverse, beside.dstate_ring), (by_spans, beside.state_ring)
+    scan_grid = GridIndex(1, len(scans), dims.heads, dims.batch, 1)
+    group = beside.sequences_per_group or dims.sequences
+    numbers = jnp.arange(len(scans) * dims.sequences)
+    cta = scan_by_scan(scan_grid, group, numbers)
     waiting = collections.deque(
-        (sequence, order, ring or n_chunks)
-        for sequence in range(dims.sequences)
-        for order, ring in (
-            (in_reverse, beside.dstate_ring),
-            (by_spans, beside.state_ring),
+        (sequence, scans[scan][0], scans[scan][1] or n_chunks)
+        for sequence, scan in zip(
+            np.asarray(cta.batch * dims.heads + cta.head).tolist(),
+            np.asarray(cta.scan).tolist(),
         )
     )
     resident: list[list[Any]] = []

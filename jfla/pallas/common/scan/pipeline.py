@@ -6,6 +6,7 @@ fills the GPU.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -31,9 +32,16 @@ from jfla.types import CHUNK
 
 
 def scan_kernel(
-    specs: tuple[ScanSpec, ...], config: ScanConfig, name: str
+    specs: tuple[ScanSpec, ...],
+    config: ScanConfig,
+    name: str,
+    sequences_per_group: int | None = None,
 ) -> PendingResults:
-    """`ScanOutputs` of every scan; all are of one shape."""
+    """`ScanOutputs` of every scan; all are of one shape.
+
+    CTAs that scan a sequence have neighbouring numbers; with `sequences_per_group` those of a group that run the same
+    scan have, and the last scan's come first.
+    """
     specs = tuple(spec.with_zero_state() for spec in specs)
     batch, heads, time_splits, value_dim, key_dim = specs[0].split_states
     segments = specs[0].operands.segments
@@ -56,7 +64,10 @@ def scan_kernel(
         if key_dim > MAX_K_IN_REGISTERS and specs[0].stores_states:
             smem = smem._replace(state=smem.staging[0])
         wg = lax.axis_index("wg")
-        index = _grid_index(grid, cta)
+        if sequences_per_group is None:
+            index = GridIndex(*_digits(grid, cta))
+        else:
+            index = scan_by_scan(grid, sequences_per_group, cta)
 
         def run_scan(i: int) -> None:
             common = (specs[i], config, index, flags)
@@ -135,11 +146,25 @@ def _steps(
     return StepRange(first, end)
 
 
-def _grid_index(grid: GridIndex, cta: Index) -> GridIndex:
-    """A CTA's number, taken apart."""
-    fields: list[Index] = []
-    rest = cta
-    for size in grid:
-        fields.append(lax.rem(rest, jnp.int32(size)))
-        rest = lax.div(rest, jnp.int32(size))
-    return GridIndex(*fields)
+def scan_by_scan(grid: GridIndex, sequences_per_group: int, cta: Index) -> GridIndex:
+    """A CTA's place where a group of sequences has the CTAs of one scan before those of another, the last scan first.
+
+    CTAs begin in the order of their numbers, as others end. A group's scan that ends first then makes room for the same
+    scan of the next group.
+    """
+    num_groups = grid.batch * grid.head // sequences_per_group
+    sizes = (grid.v_block, sequences_per_group, grid.scan, num_groups)
+    v_block, in_group, scan, group = _digits(sizes, cta)
+    head, batch = _digits(
+        (grid.head, grid.batch), group * sequences_per_group + in_group
+    )
+    return GridIndex(v_block, grid.scan - 1 - scan, head, batch, jnp.int32(0))
+
+
+def _digits(sizes: Sequence[int], number: Index) -> list[Index]:
+    """Of a number, each below its size; the first is fastest."""
+    digits: list[Index] = []
+    for size in sizes:
+        digits.append(lax.rem(number, jnp.int32(size)))
+        number = lax.div(number, jnp.int32(size))
+    return digits
