@@ -16,7 +16,7 @@ from jfla.pallas import scans_and_grads
 from jfla.pallas.backward_overlap import BackwardOverlap
 from jfla.pallas.common.chunk_index import ChunkGrid, EqualSpans
 from jfla.pallas.common.scan.cta import GridIndex
-from jfla.pallas.common.scan.pipeline import scan_by_scan
+from jfla.pallas.common.scan.pipeline import grid_index, number_by_scans
 from jfla.pallas.common.scan.spec import ScanConfig
 from jfla.pallas.common.scan.steps import backward_scans_kernel
 from jfla.pallas.dims import Dims
@@ -92,7 +92,7 @@ def test_spans_are_counted_from_the_end_of_time(n_chunks, num_spans):
 def test_a_scan_makes_room_for_the_same_scan_of_the_next_group():
     """Two rows of 4 heads in groups of 2 sequences: the second scan of a group, the states', ends first."""
     grid = GridIndex(v_block=1, scan=2, head=4, batch=2, time_split=1)
-    index = scan_by_scan(grid, 2, jnp.arange(16))
+    index = grid_index(grid, number_by_scans(grid, 2, jnp.arange(16)))
     sequences = [0, 1, 0, 1, 2, 3, 2, 3, 4, 5, 4, 5, 6, 7, 6, 7]
     assert (index.batch * 4 + index.head).tolist() == sequences
     assert index.scan.tolist() == [1, 1, 0, 0] * 4
@@ -156,7 +156,7 @@ def chunks_read(
     scan_grid = GridIndex(1, len(scans), dims.heads, dims.batch, 1)
     group = beside.sequences_per_group or dims.sequences
     numbers = jnp.arange(len(scans) * dims.sequences)
-    cta = scan_by_scan(scan_grid, group, numbers)
+    cta = grid_index(scan_grid, number_by_scans(scan_grid, group, numbers))
     waiting = collections.deque(
         (sequence, scans[scan][0], scans[scan][1] or n_chunks)
         for sequence, scan in zip(

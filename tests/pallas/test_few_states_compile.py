@@ -11,7 +11,7 @@ from support.compile_report import facts
 from support.described_calls import describe
 
 import jfla
-from jfla.pallas import support
+from jfla.pallas import heuristics, support
 
 
 @pytest.mark.aot
@@ -37,6 +37,8 @@ def test_scans_and_gradients_of_few_states_do_not_spill(
     if beside:
         kernels = {"jfla_backward_scans_beside_grads_gdn"}
         monkeypatch.setattr(support, "bytes_per_us", lambda _: 3.03e6)
+    else:
+        monkeypatch.setattr(heuristics, "backward_overlap", lambda *_: None)
     # A batch of its own: a kernel that another test compiles is reported once.
     batch = 17
     arrays, static = describe("gdn", (128, 128), raw, batch, time=8192)

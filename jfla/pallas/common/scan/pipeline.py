@@ -6,7 +6,6 @@ fills the GPU.
 """
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -25,6 +24,7 @@ from jfla.pallas.common.scan.spec import (
     pipeline_barriers,
     shared_storage,
 )
+from jfla.pallas.mgpu.opaque import opaque_zero
 from jfla.pallas.mgpu.overlap import Kernel, PendingResults
 from jfla.pallas.mgpu.registers import leave_registers
 from jfla.pallas.mgpu.types import Barrier, Gmem, Index, Smem, Tree
@@ -64,10 +64,11 @@ def scan_kernel(
         if key_dim > MAX_K_IN_REGISTERS and specs[0].stores_states:
             smem = smem._replace(state=smem.staging[0])
         wg = lax.axis_index("wg")
-        if sequences_per_group is None:
-            index = GridIndex(*_digits(grid, cta))
-        else:
-            index = scan_by_scan(grid, sequences_per_group, cta)
+        number = cta
+        if sequences_per_group is not None:
+            # Opaque: LLVM would keep more than the index of what it follows from, and ptxas spill it.
+            number = number_by_scans(grid, sequences_per_group, cta) + opaque_zero()
+        index = grid_index(grid, number)
 
         def run_scan(i: int) -> None:
             common = (specs[i], config, index, flags)
@@ -146,25 +147,27 @@ def _steps(
     return StepRange(first, end)
 
 
-def scan_by_scan(grid: GridIndex, sequences_per_group: int, cta: Index) -> GridIndex:
-    """A CTA's place where a group of sequences has the CTAs of one scan before those of another, the last scan first.
+def number_by_scans(grid: GridIndex, sequences_per_group: int, cta: Index) -> Index:
+    """What a CTA takes, where a group's CTAs of one scan come before those of another, the last scan first.
 
     CTAs begin in the order of their numbers, as others end. A group's scan that ends first then makes room for the same
     scan of the next group.
     """
-    num_groups = grid.batch * grid.head // sequences_per_group
-    sizes = (grid.v_block, sequences_per_group, grid.scan, num_groups)
-    v_block, in_group, scan, group = _digits(sizes, cta)
-    head, batch = _digits(
-        (grid.head, grid.batch), group * sequences_per_group + in_group
-    )
-    return GridIndex(v_block, grid.scan - 1 - scan, head, batch, jnp.int32(0))
+    ctas_of_scan = jnp.int32(grid.v_block * sequences_per_group)
+    ctas_of_group = grid.scan * ctas_of_scan
+    in_group = lax.rem(cta, ctas_of_group)
+    scan = grid.scan - 1 - lax.div(in_group, ctas_of_scan)
+    in_scan = lax.rem(in_group, ctas_of_scan)
+    v_block = lax.rem(in_scan, jnp.int32(grid.v_block))
+    sequence = lax.div(cta, ctas_of_group) * sequences_per_group
+    sequence = sequence + lax.div(in_scan, jnp.int32(grid.v_block))
+    return v_block + grid.v_block * (scan + grid.scan * sequence)
 
 
-def _digits(sizes: Sequence[int], number: Index) -> list[Index]:
-    """Of a number, each below its size; the first is fastest."""
-    digits: list[Index] = []
-    for size in sizes:
-        digits.append(lax.rem(number, jnp.int32(size)))
+def grid_index(grid: GridIndex, number: Index) -> GridIndex:
+    """A number, taken apart: the first field is fastest."""
+    fields: list[Index] = []
+    for size in grid:
+        fields.append(lax.rem(number, jnp.int32(size)))
         number = lax.div(number, jnp.int32(size))
-    return digits
+    return GridIndex(*fields)
