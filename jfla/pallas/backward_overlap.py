@@ -36,7 +36,7 @@ DIM = 128  # K and V; with others the two kernels were not timed
 class BackwardOverlap(NamedTuple):
     """The backward's two scans beside the gradient kernel."""
 
-    grads_ctas: int  # CTAs of the gradient kernel; 0: it runs behind the scans
+    grads_ctas: int  # CTAs of the gradient kernel
     num_spans: int  # of the scan of the states, see `EqualSpans`
     sequences_per_group: int  # scanned at a time; 0: all
     state_ring: int  # chunks of a sequence whose S and v_new are in memory; 0: all

@@ -270,7 +270,7 @@ def _backward(
                 d_last = stretch_end(
                     qk, residuals.intra, do, d_last, config, entered, split_r
                 )
-    beside = schedule.grads_beside_scans
+    beside = schedule.backward_overlap is not None
     if residuals.state_checkpoints is not None and (beside or schedule.num_spans):
         both = ScansAndGrads(
             x,

@@ -68,19 +68,15 @@ class Schedule:
     row_is_segment: bool = False
     # the forward scans packed segments as one chain, whose state decays to 0 where each begins
     segments_in_turn: bool = False
-
-    @property
-    def grads_beside_scans(self) -> bool:
-        """Whether the backward's scans and gradients are one launch."""
-        overlap = self.backward_overlap
-        return overlap is not None and overlap.grads_ctas > 0
+    # of a device's part: `num_checkpoints` of the whole call, where that is more than the part needs; 0: no more
+    checkpoints_of_whole: int = 0
 
     @property
     def num_checkpoints(self) -> int:
         """Spans of time whose first states the forward keeps for the backward."""
         if self.backward_overlap is not None:
             return self.backward_overlap.num_spans
-        return self.num_spans
+        return self.checkpoints_of_whole or self.num_spans
 
 
 def schedule(
@@ -182,17 +178,16 @@ def schedule_of_part(op: Op, dims: Dims, whole: Schedule) -> Schedule:
     dims = dims.as_segments() if whole.row_is_segment else dims.as_copied()
     part = schedule(op, dims, *device, exclusive=False)
     part = dataclasses.replace(part, row_is_segment=whole.row_is_segment)
+    checkpoints = whole.num_checkpoints
+    if not checkpoints:
+        return dataclasses.replace(part, num_spans=0)
+    # Each of `num_spans` has to begin where one of those does whose states the forward keeps.
     spans = whole.num_spans
-    overlap = whole.backward_overlap
-    if overlap is not None:
-        overlap = overlap._replace(grads_ctas=0)
-        # Each of `num_spans` has to begin where one of those does whose states the forward keeps.
-        if dims.n_chunks % overlap.num_spans or overlap.num_spans % (spans or 1):
-            spans = 0
-    part = dataclasses.replace(part, num_spans=spans, backward_overlap=overlap)
-    if not part.num_checkpoints:
-        return part
-    return dataclasses.replace(part, time_splits=1)
+    if dims.n_chunks % checkpoints or checkpoints % (spans or 1):
+        spans = 0
+    return dataclasses.replace(
+        part, num_spans=spans, checkpoints_of_whole=checkpoints, time_splits=1
+    )
 
 
 def decode_v_block(dims: Dims, num_sms: int) -> int:
