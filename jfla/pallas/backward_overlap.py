@@ -86,7 +86,7 @@ def _short_spans(n_chunks: int, long_spans: int) -> int:
     wanted = min(max(n_chunks // longest, shortest), longest)
     if long_spans:
         long_span = n_chunks // long_spans
-        lengths = range(shortest // 2, longest + 1)
+        lengths = range(shortest, longest + 1)
         parts = [length for length in lengths if long_span % length == 0]
         if parts:
             return n_chunks // min(parts, key=lambda length: abs(length - wanted))

@@ -51,7 +51,7 @@ from jfla.parallel.stretch import Entered, Stretch
 from jfla.stages import QK, FactoredQK, IntraChunk, Residuals, ScanResults
 from jfla.types import DeltaRuleOutput, Inputs, Options, State, Value
 
-# The three places where the gate's shape decides: `intra_kernel`, `grads_kernel`, and the scans' `TokenDecay`.
+# Where the gate's shape decides: `intra_kernel` and what is kept of it, `grads_kernel`, and the scans' `TokenDecay`.
 
 
 def intra_kernel(
@@ -64,7 +64,7 @@ def intra_kernel(
     with_a: bool = True,
     ring: RingChunks = ALL_CHUNKS,
 ) -> PendingResults:
-    """The intra-chunk kernel: IntraResults. Without `with_a`, of a gate per channel, the caller has a_qk and a_inv."""
+    """The intra-chunk kernel: IntraResults. Without `with_a` KDA leaves out a_qk and a_inv; GDN always makes them."""
     static = qk_options(x, inputs, options)
     num_ctas = num_ctas or schedule.intra_ctas
     if options.op.scalar_gate:
@@ -76,6 +76,21 @@ def intra_kernel(
         return mma_intra_kda(qkg_operands(x, inputs), tokens, x.v.shape[2], static)
     operands = qkg_operands(x, inputs)
     return intra_kda(operands, tokens, x.v.shape[2], static, num_ctas, ring)
+
+
+def intra_for_backward(
+    x: KernelArrays,
+    inputs: Inputs,
+    options: Options,
+    schedule: Schedule,
+    residuals: Residuals,
+) -> IntraResults:
+    """Without a_qk and a_inv, which were kept: KDA's decayed q and k are made again, GDN's factors were kept, too."""
+    if residuals.factors is not None:
+        qk = FactoredQK(x.q, x.k, residuals.factors)
+        return IntraResults(qk, None, residuals.token_scalars)
+    with jax.named_scope("jfla_intra"):
+        return run(intra_kernel(x, inputs, options, schedule, with_a=False))
 
 
 def grads_kernel(
@@ -244,13 +259,7 @@ def _backward(
 ) -> Inputs:
     """The two scans, then the gradients of every chunk, then what is elementwise."""
     x = kernel_arrays(inputs, options, row_is_segment=schedule.row_is_segment)
-    if residuals.factors is None:
-        with jax.named_scope("jfla_intra"):
-            kernel = intra_kernel(x, inputs, options, schedule, with_a=False)
-            intra_results = run(kernel)
-    else:
-        qk = FactoredQK(x.q, x.k, residuals.factors)
-        intra_results = IntraResults(qk, None, residuals.token_scalars)
+    intra_results = intra_for_backward(x, inputs, options, schedule, residuals)
     (do,) = whole_chunks([d_output.astype(x.v.dtype)], inputs, x.grid)
     group_chunks = options.chunks_per_state
     d_last = by_segment(d_final)

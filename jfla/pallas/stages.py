@@ -84,8 +84,7 @@ def chunk_grads(
     plan = _plan(inputs, options, plan)
     with tracing_for(plan.machine):
         x = kernel_arrays(inputs, options)
-        with_a = options.op.scalar_gate  # else its kernel takes less without them
-        results = run(chunk.intra_kernel(x, inputs, options, plan, with_a=with_a))
+        results = run(chunk.intra_kernel(x, inputs, options, plan, with_a=False))
         grads = chunk.grads_kernel(
             x, inputs, options, plan, results, scans, out_dtype=F32
         )

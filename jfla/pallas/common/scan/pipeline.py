@@ -148,7 +148,7 @@ def _steps(
 
 
 def number_by_scans(grid: GridIndex, sequences_per_group: int, cta: Index) -> Index:
-    """What a CTA takes, where a group's CTAs of one scan come before those of another, the last scan first.
+    """For `grid_index`, where a group's CTAs of one scan come before those of another, the last scan's first.
 
     CTAs begin in the order of their numbers, as others end. A group's scan that ends first then makes room for the same
     scan of the next group.
