@@ -1,4 +1,4 @@
-"""Whether the backward's scans of a scalar gate run beside the gradient kernel: from shapes and the device's numbers.
+"""Whether the backward's scans run beside the gradient kernel: from shapes and the device's numbers.
 
 The scans leave S, v_new, dS and dv of every chunk, which the gradient kernel reads once. One kernel after the other,
 these go to device memory and back. Side by side, a few chunks apart, much of dS and dv is found in the second-level
@@ -11,10 +11,11 @@ first, each from a state that the forward has kept, a span ahead of the scan in 
 from typing import NamedTuple
 
 from jfla.pallas.dims import Dims
+from jfla.pallas.forward_overlap import overlap_schedule
 from jfla.pallas.kernel_times import (
     BACKWARD_SCAN_US,
     CLEARLY_SHORTER,
-    backward_beside_us,
+    BesideTimes,
     backward_scans_us,
     grads_us,
 )
@@ -24,9 +25,14 @@ from jfla.types import Op
 # The fewest and the most of a span. Nothing runs beside the scan of the states in its first span, so that long spans
 # cost the backward time, and the forward stores a state for each, so that short ones cost time and memory.
 SPAN_CHUNKS = (8, 32)
-# A chunk's operands are copied while three others are in the pipeline, so that the scan is at most two chunks ahead of
-# the gradients. Of more, the second-level cache has lost the first when they are read.
-DSTATE_RING = 5
+# The fewest where bytes bound the launch, which cost more than the start
+SPAN_CHUNKS_BY_BYTES = 16
+# Chunks of dS beyond those that the gradient kernel has in work, and where groups of sequences follow each other and
+# bytes do not bound the launch: see `ScanCta.signals_behind_copies`. Of a longer ring the second-level cache has lost
+# the first chunks when they are read.
+DSTATE_RING_SLACK = 2
+LONG_RING_SLACK = 3
+LEAST_IN_WORK = 3  # chunks of a sequence
 # Chunks of the states' ring beyond two spans. A producer waits for room for a chunk before it has signalled the last
 # three: with two spans alone the gradients could not begin a span until they had ended the one before.
 STATE_RING_SLACK = 4
@@ -51,39 +57,53 @@ def backward_overlap(
     The scans have a CTA each for every sequence of a group, and the gradient kernel has the other multiprocessors. All
     of these CTAs have to find room at once.
     """
-    if not op.scalar_gate or not dims.key_dim == dims.value_dim == DIM:
-        return None
-    if time_splits(dims, num_sms) > 1:
+    if not dims.key_dim == dims.value_dim == DIM or time_splits(dims, num_sms) > 1:
         return None
     if dims.segments is not None or dims.n_chunks < 2 * SPAN_CHUNKS[0]:
         return None
-    spans = _short_spans(dims.n_chunks, num_spans(op, dims, num_sms))
-    length = -(-dims.n_chunks // spans)
+    # KDA's scan takes 0.16 us a step more where it keeps states, which shows beside the intra-chunk kernel.
+    if (
+        not op.scalar_gate
+        and overlap_schedule(op, dims, num_sms, bytes_per_us).num_ctas
+    ):
+        return None
     choices = []
     for sequences in group_sizes(dims, num_sms, in_groups=True):
-        grads_ctas = num_sms - 2 * sequences
-        if grads_ctas <= 0:
-            continue
-        us = backward_beside_us(op, dims, sequences, grads_ctas, bytes_per_us)
-        us += length * BACKWARD_SCAN_US[DIM]
-        group = 0 if sequences == dims.sequences else sequences
-        choices.append((us, grads_ctas, group))
+        if num_sms > 2 * sequences:
+            choices.append(_of_group(op, dims, sequences, num_sms, bytes_per_us))
     v_block = backward_v_block(op, dims, num_sms, bytes_per_us)
     one_by_one = backward_scans_us(op, dims, v_block, num_sms, bytes_per_us)
-    one_by_one += grads_us(dims, num_sms, bytes_per_us)
+    one_by_one += grads_us(op, dims, num_sms, bytes_per_us)
     if not choices or min(choices)[0] >= CLEARLY_SHORTER * one_by_one:
         return None
-    _, grads_ctas, group = min(choices)
+    return min(choices)[1]
+
+
+def _of_group(
+    op: Op, dims: Dims, sequences: int, num_sms: int, bytes_per_us: float
+) -> tuple[float, BackwardOverlap]:
+    """Microseconds, and the launch of so many sequences at a time."""
+    grads_ctas = num_sms - 2 * sequences
+    times = BesideTimes.of(op, dims, sequences, grads_ctas, bytes_per_us)
+    wanted = SPAN_CHUNKS_BY_BYTES if times.bound_by_bytes else SPAN_CHUNKS[0]
+    spans = _short_spans(dims.n_chunks, num_spans(op, dims, num_sms), wanted)
+    length = -(-dims.n_chunks // spans)
+    us = times.total_us + length * BACKWARD_SCAN_US[DIM]
     state_ring = 2 * length + STATE_RING_SLACK
     if state_ring >= dims.n_chunks:
         state_ring = 0
-    return BackwardOverlap(grads_ctas, spans, group, state_ring, DSTATE_RING)
+    in_groups = sequences < dims.sequences
+    long_ring = in_groups and not times.bound_by_bytes
+    dstate_ring = max(-(-grads_ctas // sequences), LEAST_IN_WORK)
+    dstate_ring += LONG_RING_SLACK if long_ring else DSTATE_RING_SLACK
+    group = sequences if in_groups else 0
+    return us, BackwardOverlap(grads_ctas, spans, group, state_ring, dstate_ring)
 
 
-def _short_spans(n_chunks: int, long_spans: int) -> int:
+def _short_spans(n_chunks: int, long_spans: int, least_wanted: int) -> int:
     """Longer ones the longer time is, and whole parts of the long spans where these have such."""
     shortest, longest = SPAN_CHUNKS
-    wanted = min(max(n_chunks // longest, shortest), longest)
+    wanted = min(max(n_chunks // longest, least_wanted), longest)
     if long_spans:
         long_span = n_chunks // long_spans
         lengths = range(shortest, longest + 1)

@@ -45,7 +45,11 @@ from jfla.pallas.sm90.grads_gdn.kernel import (
     grads_gdn,
     sum_over_channel_blocks,
 )
-from jfla.pallas.sm90.grads_kda.kernel import grads_kda
+from jfla.pallas.sm90.grads_kda.kernel import (
+    grads_kda,
+    grads_kda_operands,
+    grads_kda_over_v_new,
+)
 from jfla.pallas.sm90.intra_kda.kernel import intra_kda
 from jfla.parallel.stretch import Entered, Stretch
 from jfla.stages import QK, FactoredQK, IntraChunk, Residuals, ScanResults
@@ -108,11 +112,10 @@ def grads_kernel(
     if not options.op.scalar_gate:
         if schedule.machine != "hopper":
             return mma_grads_kda(qkg_operands(x, inputs), scans, static, dtype)
-        in_place = _writes_in_place(inputs)
-        operands = qkg_operands(x, inputs)
-        return grads_kda(
-            operands, scans, static, schedule.num_sms, dtype, in_place=in_place
-        )
+        operands = grads_kda_operands(qkg_operands(x, inputs), scans)
+        if _writes_in_place(inputs):
+            return grads_kda_over_v_new(operands, static, schedule.num_sms, dtype)
+        return run(grads_kda(operands, static, schedule.num_sms, dtype))
     qk = intra_results.qk
     tokens = intra_results.token_scalars
     if schedule.machine != "hopper":
@@ -283,6 +286,7 @@ def _backward(
     if residuals.state_checkpoints is not None and (beside or schedule.num_spans):
         both = ScansAndGrads(
             x,
+            None if options.op.scalar_gate else qkg_operands(x, inputs),
             intra_results,
             residuals,
             do,

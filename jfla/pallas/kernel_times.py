@@ -36,10 +36,12 @@ SEGMENT_SCAN_US = {64: 1.55, 128: 2.0}
 BACKWARD_SCAN_US = {64: 1.35, 128: 2.25}
 # Of a copy's rate, where these scans or the gradients fill the GPU
 BACKWARD_COPY_SHARE = 0.88
-GRADS_US = 5.6  # of a chunk of a scalar gate, of a CTA of the gradient kernel that waits for no bytes
-# The least for a chunk of all sequences beside the gradients. Of 32 sequences an H200's second-level cache lets no more
-# through; of 16 a step waits for its stores, and the producer for room in a ring.
-BACKWARD_BESIDE_US = 2.9
+# Of a chunk, of a CTA of the gradient kernel that waits for no bytes, by whether the gate is a scalar
+GRADS_US = {False: 12.4, True: 5.6}
+# The least for a chunk of all sequences beside the gradients. Of 32 sequences of a scalar gate an H200's second-level
+# cache lets no more through; of 16 a step waits for its stores, and the producer for room in a ring. With a gate per
+# channel it is the time of a step.
+BACKWARD_BESIDE_US = {False: 2.2, True: 2.9}
 NEXT_GROUP_US = 10  # until a scan's CTAs are those of the next group
 SEGMENTS_COPY_SHARE = 0.9  # of a copy's rate, beside the scans of segments (an H100)
 
@@ -96,16 +98,18 @@ def backward_scans_us(
     return _waves_us(ctas, num_sms, chain_us, bytes_us / BACKWARD_COPY_SHARE)
 
 
-def grads_us(dims: Dims, num_sms: int, bytes_per_us: float) -> float:
-    """The gradients of a scalar gate, by their kernel alone."""
+def grads_us(op: Op, dims: Dims, num_sms: int, bytes_per_us: float) -> float:
+    """The gradients by their kernel alone."""
     rounds = -(-dims.num_chunks // num_sms)
-    bytes_us = _grads_bytes(dims) * dims.num_chunks / bytes_per_us
-    return max(rounds * GRADS_US, bytes_us / BACKWARD_COPY_SHARE)
+    bytes_us = _grads_bytes(op, dims) * dims.num_chunks / bytes_per_us
+    return max(rounds * GRADS_US[op.scalar_gate], bytes_us / BACKWARD_COPY_SHARE)
 
 
-def _grads_bytes(dims: Dims) -> int:
-    """Of a chunk of a scalar gate: q, k, do, v_new, dv, S and dS; dq and dk."""
+def _grads_bytes(op: Op, dims: Dims) -> int:
+    """Of a chunk: q, k, do, v_new, dv, S and dS; dq and dk; with a gate per channel g, and dg three times."""
     rows = 2 * CHUNK * (4 * dims.key_dim + 3 * dims.value_dim)
+    if not op.scalar_gate:
+        rows += 4 * 4 * CHUNK * dims.key_dim
     return rows + 2 * _state_bytes(dims)
 
 
@@ -113,22 +117,32 @@ def _state_bytes(dims: Dims) -> int:
     return 2 * dims.key_dim * dims.value_dim
 
 
-def backward_beside_us(
-    op: Op, dims: Dims, sequences: int, grads_ctas: int, bytes_per_us: float
-) -> float:
-    """The backward's scans of so many sequences at a time, beside the gradients of a scalar gate on other CTAs.
+class BesideTimes(NamedTuple):
+    """Of the backward's scans beside the gradients."""
 
-    What the second-level cache spares was seen to be about as much as a store and a load of dS.
-    """
-    num_groups = dims.sequences // sequences
-    of_scans = ChunkBytes.of(op, dims).backward_scans
-    chunk_bytes = of_scans + _grads_bytes(dims) - 2 * _state_bytes(dims)
-    chunk_us = max(
-        BACKWARD_BESIDE_US,
-        sequences * GRADS_US / grads_ctas,
-        sequences * chunk_bytes / (BACKWARD_COPY_SHARE * bytes_per_us),
-    )
-    return num_groups * (dims.n_chunks * chunk_us + NEXT_GROUP_US)
+    total_us: float  # without the start, when the gradients have nothing to do
+    bound_by_bytes: bool
+
+    @classmethod
+    def of(
+        cls, op: Op, dims: Dims, sequences: int, grads_ctas: int, bytes_per_us: float
+    ) -> "BesideTimes":
+        """Scans of so many sequences at a time, and the gradients on other CTAs.
+
+        What the second-level cache spares was seen to be about as much as a store and a load of dS.
+        """
+        num_groups = dims.sequences // sequences
+        of_scans = ChunkBytes.of(op, dims).backward_scans
+        chunk_bytes = of_scans + _grads_bytes(op, dims) - 2 * _state_bytes(dims)
+        bytes_us = sequences * chunk_bytes / (BACKWARD_COPY_SHARE * bytes_per_us)
+        chunk_us = max(
+            BACKWARD_BESIDE_US[op.scalar_gate],
+            sequences * GRADS_US[op.scalar_gate] / grads_ctas,
+        )
+        total_us = num_groups * (
+            dims.n_chunks * max(chunk_us, bytes_us) + NEXT_GROUP_US
+        )
+        return cls(total_us, bytes_us > chunk_us)
 
 
 def _waves_us(ctas: int, num_sms: int, chain_us: float, bytes_us: float) -> float:

@@ -15,7 +15,7 @@ from jaxtyping import Array
 from jfla.pallas.arrays import KernelArrays
 from jfla.pallas.common.chunk_index import TimeSpan
 from jfla.pallas.common.packed_rows import Rows
-from jfla.pallas.common.qk_tiles import QkOptions
+from jfla.pallas.common.qk_tiles import QkgOperands, QkOptions
 from jfla.pallas.common.results import IntraResults, KernelGrads
 from jfla.pallas.common.scan.signalling import lead_of_scans
 from jfla.pallas.common.scan.spec import ScanConfig
@@ -31,6 +31,7 @@ from jfla.pallas.sm90.grads_gdn.kernel import (
     result_shapes,
     sum_over_channel_blocks,
 )
+from jfla.pallas.sm90.grads_kda.kernel import grads_kda, grads_kda_operands
 from jfla.stages import Residuals, ScanResults
 
 
@@ -38,6 +39,7 @@ class ScansAndGrads(NamedTuple):
     """What the scans and the gradients read, and how they run."""
 
     x: KernelArrays
+    qkg: QkgOperands | None  # of a gate per channel
     intra_results: IntraResults  # without an `IntraChunk`, which `residuals` has
     residuals: Residuals  # with checkpoints
     do: Rows
@@ -59,15 +61,13 @@ class ScansAndGrads(NamedTuple):
         ends = (self.residuals.state_checkpoints, self.d_last)
 
         def consume(results: tuple[ScanResults, Any]) -> PendingResults:
-            return grads_gdn(
-                qk,
-                self.intra_results.token_scalars,
-                results[0],
-                self.static,
-                beside.grads_ctas,
-                self.out_dtype,
-                beside_scans=beside,
-            )
+            scans, _ = results
+            how = (self.static, beside.grads_ctas, self.out_dtype)
+            if self.qkg is not None:
+                operands = grads_kda_operands(self.qkg, scans)
+                return grads_kda(operands, *how, beside_scans=beside)
+            tokens = self.intra_results.token_scalars
+            return grads_gdn(qk, tokens, scans, *how, beside_scans=beside)
 
         with jax.named_scope("jfla_backward_scans_overlap_grads"):
             scanning = backward_scans_kernel(
@@ -88,7 +88,9 @@ class ScansAndGrads(NamedTuple):
             (scans, d_first), grads = overlap(
                 scanning, consume, flags_shape, lead, consumer_first=consumer_first
             )
-        return sum_over_channel_blocks(grads), scans.dv, d_first
+        if self.qkg is None:
+            grads = sum_over_channel_blocks(grads)
+        return grads, scans.dv, d_first
 
     def span_by_span(self) -> tuple[KernelGrads, Array, Array | None]:
         """The same, from the last span to the first. Results go into references to the whole."""

@@ -1,4 +1,4 @@
-"""The backward's scans of a scalar gate beside its gradient kernel: when they are, that they can always go on, bits."""
+"""The backward's scans beside the gradient kernel: when they are, that they can always go on, bits."""
 
 import collections
 from typing import Any
@@ -42,6 +42,8 @@ H100_BYTES_PER_US = BYTES_PER_US["NVIDIA H100 80GB HBM3"]
         ("gdn", 1, 32, 1024, H100_BYTES_PER_US, None),  # few chunks
         ("gdn", 1, 4, 65536, H100_BYTES_PER_US, None),  # time is split
         ("kda", 1, 32, 8192, H100_BYTES_PER_US, None),
+        ("kda", 8, 32, 4096, H200_BYTES_PER_US, 16),
+        ("kda", 2, 32, 8192, H200_BYTES_PER_US, None),  # the forward overlaps
     ],
 )
 def test_scans_are_beside_the_gradients_where_that_is_shorter(
@@ -103,15 +105,16 @@ def test_a_scan_makes_room_for_the_same_scan_of_the_next_group():
 
 @settings(deadline=None, max_examples=25)
 @given(
+    op=st.sampled_from(["gdn", "kda"]),
     batch=st.integers(1, 4),
     heads=st.sampled_from([16, 24, 32, 40, 64]),
     n_chunks=st.integers(16, 100),
     bytes_per_us=st.sampled_from([H200_BYTES_PER_US, H100_BYTES_PER_US, 2e6, 1e6]),
     num_sms=st.sampled_from([78, 114, 132]),
 )
-def test_scans_always_get_room(batch, heads, n_chunks, bytes_per_us, num_sms):
+def test_scans_always_get_room(op, batch, heads, n_chunks, bytes_per_us, num_sms):
     dims = Dims(batch, heads, n_chunks, 128, 128)
-    found = schedule(OPS["gdn"], dims, num_sms, bytes_per_us=bytes_per_us)
+    found = schedule(OPS[op], dims, num_sms, bytes_per_us=bytes_per_us)
     if found.backward_overlap is not None:
         assert chunks_read(dims, found) == dims.num_chunks
 
@@ -131,8 +134,8 @@ def chunks_read(
 ) -> int:
     """Chunks whose gradients are made, when no CTA can go on.
 
-    Scans begin in the order of their numbers, as others end; a scan signals a chunk when the next one is consumed, and
-    copies one as many stages ahead, for which the ring of its results must have room.
+    Scans begin in the order of their numbers, as others end; a scan signals a chunk when the next one is consumed and
+    one as many stages ahead is copied, for which the ring of its results must have room.
     """
     beside = beside or found.backward_overlap
     assert beside is not None
@@ -179,7 +182,7 @@ def chunks_read(
         for cta in list(resident):
             sequence, order, ring, step = cta
             while step < n_chunks:
-                ahead = step + stages
+                ahead = step + 1 + stages
                 if ahead < n_chunks:
                     earlier = order[ahead] + ring
                     if earlier < n_chunks and (sequence, earlier) not in read:
@@ -201,15 +204,17 @@ def chunks_read(
 
 @pytest.mark.interpreted  # one CTA runs after the other: the scans first
 @pytest.mark.parametrize(
-    ("heads", "time", "value_dim", "num_spans", "group"),
+    ("op", "heads", "time", "value_dim", "num_spans", "group"),
     [
-        (1, 190, 64, 2, 0),  # the first span is shorter
-        pytest.param(1, 256, 128, 4, 0, marks=pytest.mark.slow),
-        pytest.param(2, 250, 64, 2, 1, marks=pytest.mark.slow),
+        ("gdn", 1, 190, 64, 2, 0),  # the first span is shorter
+        ("kda", 1, 100, 64, 2, 0),
+        pytest.param("gdn", 1, 256, 128, 4, 0, marks=pytest.mark.slow),
+        pytest.param("gdn", 2, 250, 64, 2, 1, marks=pytest.mark.slow),
+        pytest.param("kda", 2, 250, 128, 4, 1, marks=pytest.mark.slow),
     ],
 )
 def test_scans_beside_the_gradients_give_the_same_bits(
-    heads, time, value_dim, num_spans, group, monkeypatch
+    op, heads, time, value_dim, num_spans, group, monkeypatch
 ):
     """One long span does, too, as on several GPUs, for whose backward the forward keeps more states than it takes."""
     signals, waits = [], []
@@ -233,19 +238,20 @@ def test_scans_beside_the_gradients_give_the_same_bits(
     monkeypatch.setattr(overlap.ReadyFlags, "signal", signal)
     monkeypatch.setattr(overlap.ReadyFlags, "wait", wait)
     sizes = {"time": time, "heads": heads, "value_dim": value_dim, "group": 1}
-    arrays, rest = inputs(Call("gdn", "raw", **sizes))
-    alone = results(scheduled("gdn"), arrays, rest)
+    arrays, rest = inputs(Call(op, "raw", **sizes))
+    alone = results(scheduled(op), arrays, rest)
     flags_shape = (arrays["v"].shape[0], heads, -(-time // 64))
     assert flags_shape not in signals
     kept = BackwardOverlap(3, num_spans, group, state_ring=0, dstate_ring=0)
-    beside = results(scheduled("gdn", backward_overlap=kept), arrays, rest)
+    found = [results(scheduled(op, backward_overlap=kept), arrays, rest)]
     assert flags_shape in signals
     assert (flags_shape, 2) in waits
-    part = scheduled("gdn", num_spans=1, checkpoints_of_whole=flags_shape[-1])
-    by_span = results(part, arrays, rest)
     assert scanned_spans[0] == num_spans
-    assert scanned_spans[-1] == 1  # of as many states as there are chunks
-    for found in (beside, by_span):
+    if op == "gdn":
+        part = scheduled(op, num_spans=1, checkpoints_of_whole=flags_shape[-1])
+        found.append(results(part, arrays, rest))
+        assert scanned_spans[-1] == 1  # of as many states as there are chunks
+    for other in found:
         jax.tree.map(
-            np.testing.assert_array_equal, *jax.tree.map(np.asarray, (alone, found))
+            np.testing.assert_array_equal, *jax.tree.map(np.asarray, (alone, other))
         )

@@ -242,25 +242,28 @@ def test_spans_of_time_one_after_the_other_give_the_bits_of_the_whole(segments):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("sizes", "dtype", "beside"),
+    ("op", "sizes", "dtype", "beside"),
     [
-        ({"heads": 32, "time": 8192}, "bfloat16", (68, 8, 0, 36, 7)),
-        ({"heads": 40, "time": 2500}, "bfloat16", (52, 3, 40, 30, 7)),
-        ({"heads": 24, "time": 2560}, "float16", (100, 5, 16, 20, 7)),
-        ({"heads": 16, "time": 2560}, "bfloat16", (68, 3, 8, 30, 5)),
-        ({"heads": 2, "time": 1000}, "bfloat16", (1, 2, 0, 0, 0)),
+        ("gdn", {"heads": 32, "time": 8192}, "bfloat16", (68, 8, 0, 36, 7)),
+        ("gdn", {"heads": 40, "time": 2500}, "bfloat16", (52, 3, 40, 30, 7)),
+        ("gdn", {"heads": 24, "time": 2560}, "float16", (100, 5, 16, 20, 7)),
+        ("gdn", {"heads": 16, "time": 2560}, "bfloat16", (68, 3, 8, 30, 5)),
+        ("gdn", {"heads": 2, "time": 1000}, "bfloat16", (1, 2, 0, 0, 0)),
+        ("kda", {"heads": 16, "time": 2500}, "bfloat16", (100, 5, 16, 20, 10)),
+        ("kda", {"heads": 24, "time": 2560}, "bfloat16", (100, 3, 16, 30, 9)),
+        ("kda", {"heads": 2, "time": 1000}, "bfloat16", (3, 2, 0, 0, 0)),
     ],
 )
-def test_scans_beside_the_gradients_change_no_bit(sizes, dtype, beside):
+def test_scans_beside_the_gradients_change_no_bit(op, sizes, dtype, beside):
     """With rings and without, groups of sequences, a first span that is shorter; twice, because a race may not show."""
     batch = 1 if sizes["time"] == 8192 else 2
     sizes = {"key_dim": 128, "value_dim": 128, "group": 1, "batch": batch} | sizes
-    arrays, rest = inputs(Call("gdn", "raw", dtype=dtype, **sizes))
+    arrays, rest = inputs(Call(op, "raw", dtype=dtype, **sizes))
     alone, *side_by_side = (
         jax.tree.map(
             np.asarray,
             results(
-                scheduled("gdn", interpret=False, num_spans=0, backward_overlap=form),
+                scheduled(op, interpret=False, num_spans=0, backward_overlap=form),
                 arrays,
                 rest,
             ),

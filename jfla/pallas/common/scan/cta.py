@@ -24,6 +24,9 @@ from jfla.pallas.mgpu.overlap import NO_FLAGS, ReadyFlags
 from jfla.pallas.mgpu.registers import leave_registers
 from jfla.pallas.mgpu.types import Barrier, Gmem, Index
 
+# Chunks beyond the pipeline stages of a ring in which there is room before it is needed
+LONG_RING_SLACK = 4
+
 
 class GridIndex(NamedTuple):
     """Which scan a CTA runs, and where; the first field is fastest.
@@ -141,8 +144,12 @@ class ScanCta(NamedTuple):
             number = self.span_chunk(i + stages).number
             self.read_flags.wait(number)
             self.wait_until_consumed(i)
+            if not self.signals_behind_copies:
+                self.signal_before(i)
             self.written_flags.wait_for_room(number)
             self.copy_chunk(chunk, self.stage(i))
+            if self.signals_behind_copies:
+                self.signal_before(i)
 
         # Every arrival has to be observed, or the barrier is left in the wrong phase. Where chunks are signalled, the
         # consumers arrive once more, behind the last chunk's stores.
@@ -151,18 +158,31 @@ class ScanCta(NamedTuple):
         @pl.loop(jnp.maximum(end - stages, first), arrivals_end)
         def _drain(i):
             self.wait_until_consumed(i)
+            self.signal_before(i)
 
     def wait_until_consumed(self, i: Index) -> None:
-        """Waits until a step's stage is empty. The stores of the chunk before have then ended, and are signalled.
+        """Waits until a step's stage is empty; where chunks are signalled, the stores of the one before have ended."""
+        plgpu.barrier_wait(self.barriers.empty.at[self.stage(i)])
+
+    def signal_before(self, i: Index) -> None:
+        """Signals the chunk before a step's, whose stores have ended.
 
         A signal's fence takes 0.7 us, for which a consumer that signalled itself would keep the next step waiting.
         """
-        plgpu.barrier_wait(self.barriers.empty.at[self.stage(i)])
         if self.spec.signals is not None:
 
             @pl.when(i > self.steps.first)
             def _():
                 self.written_flags.signal(self.span_chunk(i - 1).number)
+
+    @property
+    def signals_behind_copies(self) -> bool:
+        """Whether a chunk's copies are issued before the chunk behind them is signalled, instead of behind the fence.
+
+        Copies into a short ring wait for room, and a signal behind them would keep the readers waiting that make it.
+        """
+        ring = self.written_flags.lead.tiles
+        return ring == 0 or ring >= self.config.stages + LONG_RING_SLACK
 
     def copy_chunk(self, chunk: ChunkIndex, stage: Index) -> None:
         """Starts the copies of a chunk, by its number among all chunks, into a pipeline stage."""

@@ -30,6 +30,7 @@ from jfla.pallas.mgpu.iota import iota, per_column, per_row
 from jfla.pallas.mgpu.layouts import COLS, ROWS
 from jfla.pallas.mgpu.mma import dot, dots, load, zeros
 from jfla.pallas.mgpu.moves import store_transposed_f32
+from jfla.pallas.mgpu.overlap import ReadyFlags
 from jfla.pallas.mgpu.smem import BF16, F32, transposed
 from jfla.pallas.mgpu.types import Index, Reg
 from jfla.pallas.mgpu.warp_blocks import store_columns
@@ -63,7 +64,9 @@ class SumsOverV(NamedTuple):
     state_dot_dstate: Reg  # [64]: rowsum_v(S * dS)
 
 
-def run_consumer(ctx: GradsKdaWarpgroup, out_gmem: KernelGrads) -> None:
+def run_consumer(
+    ctx: GradsKdaWarpgroup, out_gmem: KernelGrads, ready_flags: ReadyFlags
+) -> None:
     """Everything that a consumer does with a chunk."""
     # Issue the loads of g before a stage is freed: behind the producer's next copies of 56 KiB to it they would wait
     # for some thousand cycles.
@@ -73,6 +76,13 @@ def run_consumer(ctx: GradsKdaWarpgroup, out_gmem: KernelGrads) -> None:
     sums = lax.fori_loop(
         0, ctx.spec.v_tiles, lambda n, sums: add_v_tile(ctx, n, sums), none
     )
+
+    @pl.when(ctx.wg == 0)
+    def _():
+        # Of opaque zeros: LLVM would have the flag's address before the loop, and ptxas spill it.
+        number = [x + ctx.zero for x in ctx.index.number]
+        ready_flags.release(tuple(number))
+
     plgpu.barrier_wait(ctx.barriers.qk_full)
     write_weights(ctx, sums.weights)
 

@@ -14,6 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
+from jfla.pallas.backward_overlap import BackwardOverlap
 from jfla.pallas.common.chunk_index import (
     CHANNEL_BLOCK,
     TILE_K,
@@ -27,7 +28,7 @@ from jfla.pallas.common.qk_tiles import QkgOperands, QkOptions
 from jfla.pallas.common.results import KernelGrads
 from jfla.pallas.mgpu.copies import Copies, prefetch_to_l2
 from jfla.pallas.mgpu.in_place import write_in_place
-from jfla.pallas.mgpu.launch import launch
+from jfla.pallas.mgpu.overlap import Kernel, PendingResults, ReadyFlags, run
 from jfla.pallas.mgpu.registers import RegisterLimits, leave_registers, take_registers
 from jfla.pallas.mgpu.scheduler import TileScheduler, WorkTile
 from jfla.pallas.mgpu.smem import BF16, F16, F32
@@ -66,7 +67,8 @@ def load_v_tile(ctx: GradsKdaWarpgroup, v_tile: int, stage: Index) -> None:
         start = functools.partial(
             copies.start, target_smem=ctx.smem.values.at[stage, which]
         )
-        index.for_rows(source, ctx.spec.heads, columns_of_v, start)
+        in_ring = index.in_ring(source.shape[1] // CHUNK)
+        in_ring.for_rows(source, ctx.spec.heads, columns_of_v, start)
     for which, source in ((STATE, scans.states), (DSTATE, scans.dstates)):
         for tile in range(ctx.spec.num_tiles):
             source_tile = index.tile(source).at[columns_of_v, ctx.part.columns(tile)]
@@ -109,53 +111,60 @@ def load_matrices(gmem: GradsKdaOperands, smem: SharedStorage, full: Gmem) -> No
     plgpu.copy_gmem_to_smem(gmem.after, smem.after.at[0], full)
 
 
+def grads_kda_operands(qkg: QkgOperands, scans: ScanResults) -> GradsKdaOperands:
+    """On the host: with the matrices that sum over tokens."""
+    return GradsKdaOperands(
+        qkg,
+        scans,
+        stack_matrices(F16, *SUM_MATRICES),
+        stack_matrices(F16, block_spans())[0],
+        stack_matrices(BF16, AFTER)[0],
+    )
+
+
 def grads_kda(
-    operands: QkgOperands,
-    scans: ScanResults,
+    operands: GradsKdaOperands,
     options: QkOptions,
     max_ctas: int,
     out_dtype: DTypeLike,
-    *,
-    in_place: bool = False,
-) -> KernelGrads:
-    """On the host: launches the kernel.
+    beside_scans: BackwardOverlap | None = None,
+) -> PendingResults:
+    """On the host: the kernel, not launched yet. Shapes are those of `result_shapes`.
 
-    dq and dk come in `out_dtype`, or in float32 where the caller has the VJP of the norms still to do. Under `in_place`
-    dq takes the memory of v_new where it can.
+    Where `operands` have references for results, these are the results. `beside_scans` it takes chunks in the order in
+    which the scans are done with them.
     """
-    batch, heads, n_chunks, value_dim, key_dim = scans.states.shape
-    num_blocks = max(key_dim // CHANNEL_BLOCK, 1)
-    if num_blocks > 1 and options.qk_norm:
-        out_dtype = F32
-    chunks = ChunkGrid(batch, heads, n_chunks)
-    grid = PartGrid(chunks, num_blocks, key_dim // num_blocks // TILE_K)
-    spec = GradsKdaSpec(options, grid, value_dim // TILE_V)
-    smem_spec = grads_kda_storage(spec, operands)
+    shapes = result_shapes(operands, options, out_dtype)
+    spec = _spec(operands.scans, options, beside_scans)
+    smem_spec = grads_kda_storage(spec, operands.qkg)
     stages = smem_spec.values.shape[0]
-    scheduler = TileScheduler(grid.num_parts, max_ctas)
+    scheduler = TileScheduler(spec.grid.num_parts, max_ctas)
 
     def body(
         gmem: GradsKdaOperands,
         outputs_gmem: KernelGrads | None,
         smem: SharedStorage,
         barriers: Barriers,
+        cta: Index,
+        ready_flags: ReadyFlags,
     ) -> None:
         out_gmem: Any = gmem.results if outputs_gmem is None else outputs_gmem
-        cta = lax.axis_index("cta")
         wg = lax.axis_index("wg")
 
         def context(work: WorkTile) -> GradsKdaWarpgroup:
             return GradsKdaWarpgroup(wg + work.zero, work, spec, gmem, smem, barriers)
 
-        used = chunks.used_tiles(gmem.qkg.q)
-        tiles = scheduler.up_to(None if used is None else used * num_blocks)
+        used = spec.grid.chunks.used_tiles(gmem.qkg.q)
+        tiles = scheduler.up_to(None if used is None else used * spec.grid.num_blocks)
 
         def run_roles() -> None:
             @pl.when(wg < KDA_CONSUMERS)
             def _():
                 take_registers(REGISTERS.consumer)
                 plgpu.barrier_wait(barriers.matrices_full)
-                consume = lambda work: run_consumer(context(work), out_gmem)
+                consume = lambda work: run_consumer(
+                    context(work), out_gmem, ready_flags
+                )
                 tiles.for_each_tile(consume, cta, 0)
                 plgpu.wait_smem_to_gmem(0)
 
@@ -163,50 +172,97 @@ def grads_kda(
             def _():
                 leave_registers(REGISTERS.producer)
                 load_matrices(gmem, smem, barriers.matrices_full)
-                produce = lambda work: produce_chunk(
-                    context(work), load_v_tile, load_qk, prefetch_qkg
-                )
+
+                def produce(work: WorkTile) -> None:
+                    ctx = context(work)
+                    ready_flags.wait(ctx.index.number)
+                    produce_chunk(ctx, load_v_tile, load_qk, prefetch_qkg)
+
                 tiles.for_each_tile(produce, cta, 0)
                 drain(barriers, tiles.tile_count(cta), spec.v_tiles, stages)
 
         tiles.if_any(cta, 0, run_roles)
 
-    per_channel = (batch, n_chunks * CHUNK, heads, key_dim)
-    dx = rows_like(operands.q, per_channel, out_dtype)
-    dg = rows_like(operands.q, per_channel, F32)
-    shapes = KernelGrads(dx, dx, dg, jax.ShapeDtypeStruct((*chunks.shape, CHUNK), F32))
-    launch_with = functools.partial(
-        launch,
-        body,
-        grid={"cta": scheduler.num_ctas},
+    results = operands.results
+    kernel = Kernel(
+        name="jfla_grads_kda",
+        inputs=operands,
+        outputs=shapes if results is None else None,
+        num_ctas=scheduler.num_ctas,
         num_warpgroups=KDA_CONSUMERS + 1,
         registers=REGISTERS.of(KDA_CONSUMERS),
         smem=smem_spec,
-        barriers=grads_kda_barriers(spec, operands, stages),
-        name="jfla_grads_kda",
+        barriers=grads_kda_barriers(spec, operands.qkg, stages),
+        body=body,
     )
-    gmem = GradsKdaOperands(
-        operands,
-        scans,
-        stack_matrices(F16, *SUM_MATRICES),
-        stack_matrices(F16, block_spans())[0],
-        stack_matrices(BF16, AFTER)[0],
+    return PendingResults(
+        kernel, lambda outputs: outputs if results is None else results
     )
-    # A CTA has read all of a chunk's v_new before it stores the chunk's dq, and no other CTA reads it with one block.
-    v_new = scans.v_new
-    same = isinstance(dx, jax.ShapeDtypeStruct) and (v_new.shape, v_new.dtype) == (
-        dx.shape,
-        dx.dtype,
-    )
-    if not in_place or num_blocks > 1 or not same:
-        return launch_with(inputs=gmem, outputs=shapes)
 
-    def over_v_new(refs: KernelGrads, gmem: GradsKdaOperands) -> None:
-        scans = gmem.scans._replace(v_new=refs.dq)
-        launch_with(inputs=gmem._replace(scans=scans, results=refs), outputs=None)
+
+def grads_kda_over_v_new(
+    operands: GradsKdaOperands,
+    options: QkOptions,
+    max_ctas: int,
+    out_dtype: DTypeLike,
+) -> KernelGrads:
+    """On the host: launches the kernel; dq takes the memory of v_new where it can."""
+    shapes = result_shapes(operands, options, out_dtype)
+    scans = operands.scans
+    v_new = scans.v_new
+    one_block = _num_blocks(scans) == 1
+    # A CTA has read all of a chunk's v_new before it stores the chunk's dq, and no other CTA reads it with one block.
+    dq = shapes.dq
+    same = isinstance(dq, jax.ShapeDtypeStruct) and (v_new.shape, v_new.dtype) == (
+        dq.shape,
+        dq.dtype,
+    )
+    if not one_block or not same:
+        return run(grads_kda(operands, options, max_ctas, out_dtype))
+
+    def write(results: KernelGrads, operands: GradsKdaOperands) -> None:
+        scans = operands.scans._replace(v_new=results.dq)
+        operands = operands._replace(scans=scans, results=results)
+        run(grads_kda(operands, options, max_ctas, out_dtype))
 
     unwritten = jax.tree.map(lambda x: lax.empty(x.shape, x.dtype), shapes)
     written = unwritten._replace(dq=v_new)
-    return write_in_place(
-        over_v_new, written, gmem._replace(scans=scans._replace(v_new=None))
-    )
+    read = operands._replace(scans=scans._replace(v_new=None))
+    return write_in_place(write, written, read)
+
+
+def result_shapes(
+    operands: GradsKdaOperands, options: QkOptions, dtype: DTypeLike
+) -> KernelGrads:
+    """On the host: what `grads_kda` returns, without values.
+
+    dq and dk are in `dtype`, or in float32 where the caller has the VJP of the norms still to do.
+    """
+    scans = operands.scans
+    batch, time, heads, _ = scans.do.shape
+    before_norm_vjp = options.qk_norm and _num_blocks(scans) > 1
+    per_channel = (batch, time, heads, scans.states.shape[-1])
+    rows = operands.qkg.q
+    dx = rows_like(rows, per_channel, F32 if before_norm_vjp else dtype)
+    dg = rows_like(rows, per_channel, F32)
+    v_new_dot_dv = jax.ShapeDtypeStruct((batch, heads, time // CHUNK, CHUNK), F32)
+    return KernelGrads(dx, dx, dg, v_new_dot_dv)
+
+
+def _spec(
+    scans: ScanResults, options: QkOptions, beside_scans: BackwardOverlap | None
+) -> GradsKdaSpec:
+    batch, time, heads, value_dim = scans.do.shape
+    key_dim = scans.states.shape[-1]
+    chunks = ChunkGrid(batch, heads, time // CHUNK)
+    if beside_scans is not None:
+        group = beside_scans.sequences_per_group
+        chunks = chunks._replace(sequences_per_group=group, descending=True)
+    num_blocks = _num_blocks(scans)
+    grid = PartGrid(chunks, num_blocks, key_dim // num_blocks // TILE_K)
+    return GradsKdaSpec(options, grid, value_dim // TILE_V)
+
+
+def _num_blocks(scans: ScanResults) -> int:
+    """Of 128 channels of K."""
+    return max(scans.states.shape[-1] // CHANNEL_BLOCK, 1)
