@@ -18,6 +18,7 @@ from jfla.pallas.kernel_times import (
     BesideTimes,
     backward_scans_us,
     grads_us,
+    keep_states_us,
 )
 from jfla.pallas.splits import backward_v_block, group_sizes, num_spans, time_splits
 from jfla.types import Op
@@ -27,6 +28,8 @@ from jfla.types import Op
 SPAN_CHUNKS = (8, 32)
 # The fewest where bytes bound the launch, which cost more than the start
 SPAN_CHUNKS_BY_BYTES = 16
+# With a gate per channel both scans take as long as the gradients: that of the states should never wait for room.
+KDA_SPAN_CHUNKS = 32
 # Chunks of dS beyond those that the gradient kernel has in work, and where groups of sequences follow each other and
 # bytes do not bound the launch: see `ScanCta.signals_behind_copies`. Of a longer ring the second-level cache has lost
 # the first chunks when they are read.
@@ -61,11 +64,9 @@ def backward_overlap(
         return None
     if dims.segments is not None or dims.n_chunks < 2 * SPAN_CHUNKS[0]:
         return None
-    # KDA's scan takes 0.16 us a step more where it keeps states, which shows beside the intra-chunk kernel.
-    if (
-        not op.scalar_gate
-        and overlap_schedule(op, dims, num_sms, bytes_per_us).num_ctas
-    ):
+    # Beside KDA's intra-chunk kernel the time to keep states would show in full: it is mostly the scan that is longer.
+    beside_intra = overlap_schedule(op, dims, num_sms, bytes_per_us).num_ctas > 0
+    if not op.scalar_gate and beside_intra:
         return None
     choices = []
     for sequences in group_sizes(dims, num_sms, in_groups=True):
@@ -86,9 +87,11 @@ def _of_group(
     grads_ctas = num_sms - 2 * sequences
     times = BesideTimes.of(op, dims, sequences, grads_ctas, bytes_per_us)
     wanted = SPAN_CHUNKS_BY_BYTES if times.bound_by_bytes else SPAN_CHUNKS[0]
+    wanted = wanted if op.scalar_gate else KDA_SPAN_CHUNKS
     spans = _short_spans(dims.n_chunks, num_spans(op, dims, num_sms), wanted)
     length = -(-dims.n_chunks // spans)
     us = times.total_us + length * BACKWARD_SCAN_US[DIM]
+    us += keep_states_us(op, dims, num_sms)
     state_ring = 2 * length + STATE_RING_SLACK
     if state_ring >= dims.n_chunks:
         state_ring = 0

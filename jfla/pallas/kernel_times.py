@@ -34,6 +34,8 @@ SCAN_US = {False: {64: 1.25, 128: 2.0}, True: {64: 1.25, 128: 1.85}}
 SEGMENT_SCAN_US = {64: 1.55, 128: 2.0}
 # Of a chunk of one of the backward's scans, which store states, by the CTA's columns of V
 BACKWARD_SCAN_US = {64: 1.35, 128: 2.25}
+# What a chunk of the forward's scan takes more where states of spans are kept; a scalar gate's is not counted.
+KEEP_STATES_US = {False: 0.16, True: 0.0}
 # Of a copy's rate, where these scans or the gradients fill the GPU
 BACKWARD_COPY_SHARE = 0.88
 # Of a chunk, of a CTA of the gradient kernel that waits for no bytes, by whether the gate is a scalar
@@ -41,7 +43,7 @@ GRADS_US = {False: 12.4, True: 5.6}
 # The least for a chunk of all sequences beside the gradients. Of 32 sequences of a scalar gate an H200's second-level
 # cache lets no more through; of 16 a step waits for its stores, and the producer for room in a ring. With a gate per
 # channel it is the time of a step.
-BACKWARD_BESIDE_US = {False: 2.2, True: 2.9}
+BACKWARD_BESIDE_US = {False: 2.15, True: 2.9}
 NEXT_GROUP_US = 10  # until a scan's CTAs are those of the next group
 SEGMENTS_COPY_SHARE = 0.9  # of a copy's rate, beside the scans of segments (an H100)
 
@@ -96,6 +98,12 @@ def backward_scans_us(
     chain_us = dims.n_chunks * BACKWARD_SCAN_US[v_block]
     bytes_us = ChunkBytes.of(op, dims).backward_scans * dims.num_chunks / bytes_per_us
     return _waves_us(ctas, num_sms, chain_us, bytes_us / BACKWARD_COPY_SHARE)
+
+
+def keep_states_us(op: Op, dims: Dims, num_sms: int) -> float:
+    """What the forward takes more to keep states for the backward, by waves of one CTA a sequence."""
+    waves = -(-dims.sequences // num_sms)
+    return waves * dims.n_chunks * KEEP_STATES_US[op.scalar_gate]
 
 
 def grads_us(op: Op, dims: Dims, num_sms: int, bytes_per_us: float) -> float:

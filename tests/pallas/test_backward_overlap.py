@@ -44,6 +44,7 @@ H100_BYTES_PER_US = BYTES_PER_US["NVIDIA H100 80GB HBM3"]
         ("kda", 1, 32, 8192, H100_BYTES_PER_US, None),
         ("kda", 8, 32, 4096, H200_BYTES_PER_US, 16),
         ("kda", 2, 32, 8192, H200_BYTES_PER_US, None),  # the forward overlaps
+        ("kda", 4, 32, 4096, H200_BYTES_PER_US, None),
     ],
 )
 def test_scans_are_beside_the_gradients_where_that_is_shorter(
@@ -117,6 +118,14 @@ def test_scans_always_get_room(op, batch, heads, n_chunks, bytes_per_us, num_sms
     found = schedule(OPS[op], dims, num_sms, bytes_per_us=bytes_per_us)
     if found.backward_overlap is not None:
         assert chunks_read(dims, found) == dims.num_chunks
+
+
+@pytest.mark.parametrize(("batch", "n_chunks"), [(8, 64), (16, 64)])
+def test_scans_of_a_gate_per_channel_get_room(batch, n_chunks):
+    dims = Dims(batch, 32, n_chunks, 128, 128)
+    found = schedule(OPS["kda"], dims)
+    assert found.backward_overlap is not None
+    assert chunks_read(dims, found) == dims.num_chunks
 
 
 def test_a_ring_as_long_as_the_pipeline_would_never_get_room():
