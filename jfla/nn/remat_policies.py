@@ -9,8 +9,9 @@ Every policy keeps the block's input. By what else is kept, and what the backwar
 | `save_op` | the op's results | these and the MLP, not the op |
 | `True` | nothing | everything, the op too |
 
-The op's results are its output and what its own backward needs, two matrices of 64 x 64 per chunk and head. In layers
-of attention and mixtures of experts nothing has a name, and both policies compute these again.
+The op's results are its output and what its own backward needs, two matrices of 64 x 64 per chunk and head. On a Hopper
+GPU these are also some numbers a token for a scalar gate, and where sequences are long or many a state every 8 to 32
+chunks. In layers of attention and mixtures of experts nothing has a name, and both policies compute these again.
 
 >>> import jax, jfla.nn
 >>> from flax import nnx

@@ -81,6 +81,16 @@ def test_a_part_keeps_the_states_of_the_whole(time, long_spans):
     assert whole.num_checkpoints % (long_spans or 1) == 0
 
 
+def test_a_part_of_a_gate_per_channel_has_the_residuals_of_the_whole():
+    """Its own scans do not read the states: they run before the gradients, over all of time."""
+    op = OPS["kda"]
+    dims = Dims(8, 32, 64, 128, 128)
+    whole = schedule(op, dims)
+    part = schedule_of_part(op, dims._replace(heads=16), whole)
+    assert whole.num_checkpoints == part.num_checkpoints == 2
+    assert (part.backward_overlap, part.num_spans) == (None, 0)
+
+
 @pytest.mark.parametrize(("n_chunks", "num_spans"), [(12, 3), (7, 3), (9, 9), (5, 1)])
 def test_spans_are_counted_from_the_end_of_time(n_chunks, num_spans):
     spans = EqualSpans(n_chunks, num_spans)
