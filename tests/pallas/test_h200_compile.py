@@ -235,7 +235,9 @@ def test_float16_does_not_spill(dims, qk_norm, batch, capfd, monkeypatch):
 
     compile_for_h200(both, arrays | half)
     now = facts("".join(capfd.readouterr()), {})
-    assert len(now) >= 4
+    # Each by itself, or two in one launch
+    for kernel in ("intra_gdn", "output_scan", "backward_scans", "grads_gdn"):
+        assert any(kernel in launch for launch in now), kernel
     for kernel, found in now.items():
         assert found["spilled bytes"] <= SPILLED.get(kernel, 0), kernel
         assert "serialized" not in found, kernel
