@@ -26,14 +26,15 @@ from jfla.types import Op
 # The fewest and the most of a span. Nothing runs beside the scan of the states in its first span, so that long spans
 # cost the backward time, and the forward stores a state for each, so that short ones cost time and memory.
 SPAN_CHUNKS = (8, 32)
-# The fewest where bytes bound the launch, which cost more than the start
+# The fewest where bytes bound the launch: more of them cost more than a shorter start saves.
 SPAN_CHUNKS_BY_BYTES = 16
-# With a gate per channel both scans take as long as the gradients: that of the states should never wait for room.
+# Of KDA, whose scans take as long as its gradients: with long spans that of the states seldom waits for room.
 KDA_SPAN_CHUNKS = 32
-# Chunks of dS beyond those that the gradient kernel has in work, and where groups of sequences follow each other and
-# bytes do not bound the launch: see `ScanCta.signals_behind_copies`. Of a longer ring the second-level cache has lost
-# the first chunks when they are read.
+# Chunks of a sequence's dS beyond those that the gradient kernel has in work. Of a longer ring the second-level cache
+# has lost the first chunks when they are read.
 DSTATE_RING_SLACK = 2
+# The same where groups of sequences follow each other and bytes do not bound the launch. One more lets the scan's
+# copies go ahead of its signals, see `ScanCta.signals_behind_copies`, so that a group begins sooner.
 LONG_RING_SLACK = 3
 LEAST_IN_WORK = 3  # chunks of a sequence
 # Chunks of the states' ring beyond two spans. A producer waits for room for a chunk before it has signalled the last
@@ -64,7 +65,7 @@ def backward_overlap(
         return None
     if dims.segments is not None or dims.n_chunks < 2 * SPAN_CHUNKS[0]:
         return None
-    # Beside KDA's intra-chunk kernel the time to keep states would show in full: it is mostly the scan that is longer.
+    # Beside KDA's intra-chunk kernel the scan bounds the forward, which would take 5 % more with states to keep.
     beside_intra = overlap_schedule(op, dims, num_sms, bytes_per_us).num_ctas > 0
     if not op.scalar_gate and beside_intra:
         return None

@@ -24,8 +24,8 @@ from jfla.pallas.mgpu.overlap import NO_FLAGS, ReadyFlags
 from jfla.pallas.mgpu.registers import leave_registers
 from jfla.pallas.mgpu.types import Barrier, Gmem, Index
 
-# Chunks beyond the pipeline stages of a ring in which there is room before it is needed
-LONG_RING_SLACK = 4
+# Chunks that a ring has beyond the pipeline stages, so that there is room for copies before they are issued
+ROOM_AHEAD = 4
 
 
 class GridIndex(NamedTuple):
@@ -177,12 +177,12 @@ class ScanCta(NamedTuple):
 
     @property
     def signals_behind_copies(self) -> bool:
-        """Whether a chunk's copies are issued before the chunk behind them is signalled, instead of behind the fence.
+        """Whether a chunk's copies are issued before the signal of an earlier chunk, whose fence they would wait for.
 
-        Copies into a short ring wait for room, and a signal behind them would keep the readers waiting that make it.
+        In a short ring the copies wait for room, and a signal behind them would keep the readers waiting that make it.
         """
         ring = self.written_flags.lead.tiles
-        return ring == 0 or ring >= self.config.stages + LONG_RING_SLACK
+        return ring == 0 or ring >= self.config.stages + ROOM_AHEAD
 
     def copy_chunk(self, chunk: ChunkIndex, stage: Index) -> None:
         """Starts the copies of a chunk, by its number among all chunks, into a pipeline stage."""
