@@ -28,13 +28,14 @@ from jfla.types import Op
 SPAN_CHUNKS = (8, 32)
 # The fewest where bytes bound the launch: more of them cost more than a shorter start saves.
 SPAN_CHUNKS_BY_BYTES = 16
-# Of KDA, whose scans take as long as its gradients: with long spans that of the states seldom waits for room.
+# Of KDA, whose scans take as long as its gradients. Up to 64 chunks then need no ring of states, and the scan of the
+# states does not wait for room.
 KDA_SPAN_CHUNKS = 32
 # Chunks of a sequence's dS beyond those that the gradient kernel has in work. Of a longer ring the second-level cache
 # has lost the first chunks when they are read.
 DSTATE_RING_SLACK = 2
-# The same where groups of sequences follow each other and bytes do not bound the launch. One more lets the scan's
-# copies go ahead of its signals, see `ScanCta.signals_behind_copies`, so that a group begins sooner.
+# The same where groups of sequences follow each other and bytes do not bound the launch. With one more the scan issues
+# copies before signals, see `ScanCta.signals_behind_copies`. One group alone, or one bound by bytes, took longer so.
 LONG_RING_SLACK = 3
 LEAST_IN_WORK = 3  # chunks of a sequence
 # Chunks of the states' ring beyond two spans. A producer waits for room for a chunk before it has signalled the last
@@ -87,8 +88,11 @@ def _of_group(
     """Microseconds, and the launch of so many sequences at a time."""
     grads_ctas = num_sms - 2 * sequences
     times = BesideTimes.of(op, dims, sequences, grads_ctas, bytes_per_us)
-    wanted = SPAN_CHUNKS_BY_BYTES if times.bound_by_bytes else SPAN_CHUNKS[0]
-    wanted = wanted if op.scalar_gate else KDA_SPAN_CHUNKS
+    wanted = SPAN_CHUNKS[0]
+    if not op.scalar_gate:
+        wanted = KDA_SPAN_CHUNKS
+    elif times.bound_by_bytes:
+        wanted = SPAN_CHUNKS_BY_BYTES
     spans = _short_spans(dims.n_chunks, num_spans(op, dims, num_sms), wanted)
     length = -(-dims.n_chunks // spans)
     us = times.total_us + length * BACKWARD_SCAN_US[DIM]

@@ -1,7 +1,8 @@
-"""A scalar gate's backward from the states that the forward kept, where the states of a few chunks only are in memory.
+"""The backward from the states that the forward kept: Inputs, residuals and do to gradients, dv and dS.
 
-The scans and the gradients side by side, one chunk after the other; or one span of time after the other. Both give what
-`both_scans` and then `grads_kernel` of `chunk.py` give, bit for bit.
+The scans and the gradients side by side, one chunk after the other; or, of a scalar gate, one span of time after the
+other, with the states of a few chunks only in memory. Both give what `both_scans` and then `grads_kernel` of `chunk.py`
+give, bit for bit.
 """
 
 from typing import Any, NamedTuple
@@ -93,7 +94,7 @@ class ScansAndGrads(NamedTuple):
         return grads, scans.dv, d_first
 
     def span_by_span(self) -> tuple[KernelGrads, Array, Array | None]:
-        """The same, from the last span to the first. Results go into references to the whole."""
+        """The same of a scalar gate, from the last span to the first. Results go into references to the whole."""
         v = self.x.v
         batch, time, heads, value_dim = v.shape
         key_dim = self.x.q.shape[-1]
