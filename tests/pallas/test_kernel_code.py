@@ -6,15 +6,17 @@ import functools
 import hashlib
 import os
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
 import pytest
 from jax import export
 from jaxlib.mlir import ir
+from support.kernel_cases import scheduled
 
 import jfla
+from jfla.pallas.backward_overlap import BackwardOverlap
 from jfla.pallas.mgpu import fingerprint as fingerprints
 from jfla.pallas.mgpu import kernel_code
 from jfla.pallas.mgpu.fingerprint import fingerprint
@@ -112,6 +114,63 @@ def test_llvm_does_not_vectorize_host_code(lowered: Lowered):
         functions = [x for x in with_body if x.regions[0].blocks]
         (attributes,) = (x.attributes for x in functions)
         assert "noimplicitfloat" in str(attributes["llvm.passthrough"])
+
+
+@pytest.mark.parametrize(
+    ("op", "copies", "others"),
+    [
+        # q, k, factors and scalars; of 64 columns of V do, dv, v_new and two tiles of S and dS each
+        ("gdn", 6 + 2 * 7, 2),
+        ("kda", 4 + 2 * 7, 3),
+    ],
+)
+def test_gradients_read_what_scans_beside_them_left_for_the_last_time(
+    lowered: Lowered, op: str, copies: int, others: int
+):
+    """The second-level cache may drop it first."""
+    beside = BackwardOverlap(3, 2, 0, 0, 0)
+    call = scheduled(op, interpret=False, overlap_ctas=0, backward_overlap=beside)
+    loss = lambda *main: jnp.sum(call(*main).output.astype(jnp.float32))
+    _lower(jax.grad(loss, range(5)), op)
+    assert len(lowered) == others + 1
+    assert sorted(_hints()) == [0] * others + [copies]
+
+
+@pytest.mark.parametrize(
+    ("v_block", "copies"),
+    [
+        (128, 2 * 8),  # of the first chunks, and of those behind them
+        (64, 0),  # another CTA reads all but v
+    ],
+)
+def test_a_scan_reads_its_ring_for_the_last_time(
+    lowered: Lowered, v_block: int, copies: int
+):
+    call = scheduled(
+        "kda",
+        interpret=False,
+        overlap_v_block=v_block,
+        overlap_ctas=2,
+        ring_chunks=4,
+    )
+    _lower(call, "kda")
+    assert len(lowered) == 1
+    assert _hints() == [copies]
+
+
+def _lower(function: Callable, op: str) -> None:
+    """A call of one head with K = V = 128, for an H100."""
+    tokens = jax.ShapeDtypeStruct((1, 1024, 1, 128), jnp.bfloat16)
+    beta = jax.ShapeDtypeStruct((1, 1024, 1), jnp.float32)
+    g = jax.ShapeDtypeStruct(tokens.shape, jnp.float32) if op == "kda" else beta
+    with jfla.pallas.compiling_for("9.0"):
+        traced = jax.jit(function).trace(tokens, tokens, tokens, g, beta)
+        traced.lower(lowering_platforms=("cuda",))
+
+
+def _hints() -> list[int]:
+    """Of every known kernel how many copies have the hint to evict first."""
+    return [str(module).count("L2::evict_first") for module in _known_modules()]
 
 
 def _known_modules() -> Iterator[ir.Module]:

@@ -8,6 +8,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfla.pallas.context import interpreting
 from jfla.pallas.machine import on_hopper
+from jfla.pallas.mgpu.cache_hint import hint_evict_first
 from jfla.pallas.mgpu.cp_async import THREADS, cp_async, wait_cp_async
 from jfla.pallas.mgpu.layouts import ROWS, TILE_ROWS, WGMMA, WIDE
 from jfla.pallas.mgpu.smem import transposed
@@ -35,11 +36,14 @@ class Copies(NamedTuple):
     """
 
     barrier: Barrier
+    evict_first: bool = False  # what is copied is not read again: see `cache_hint.py`
 
     def start(self, source_gmem: Gmem, target_smem: Smem) -> None:
         """Starts a copy; all reads of the target must have been committed."""
         if on_hopper():
             plgpu.copy_gmem_to_smem(source_gmem, target_smem, self.barrier)
+            if self.evict_first and not interpreting():
+                hint_evict_first()
         elif interpreting():
             target_smem[...] = source_gmem[...]
         elif fits_cp_async(target_smem):

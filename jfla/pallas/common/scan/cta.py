@@ -221,4 +221,12 @@ class ScanCta(NamedTuple):
 
     def full(self, stage: Index) -> Copies:
         """The copies of a chunk into a pipeline stage."""
-        return Copies(None if self.barriers is None else self.barriers.full.at[stage])
+        if self.barriers is None:
+            return Copies(None)
+        return Copies(self.barriers.full.at[stage], evict_first=self.is_last_reader)
+
+    @property
+    def is_last_reader(self) -> bool:
+        """Whether chunks are read from a ring, by this CTA alone."""
+        has_all_columns = self.config.v_block == self.gmem.chunks.values.shape[-1]
+        return has_all_columns and self.read_flags.lead.tiles > 0

@@ -100,7 +100,7 @@ def load_v_tile(ctx: GradsGdnWarpgroup, v_tile: int, stage: Index) -> None:
     """Starts the copies of 64 columns of V of everything that the scans left, to one stage."""
     scans = ctx.gmem.scans
     rows_of_state = pl.ds(v_tile * TILE_V, TILE_V)
-    copies = Copies(ctx.barriers.v_full.at[stage])
+    copies = Copies(ctx.barriers.v_full.at[stage], evict_first=ctx.spec.beside_scans)
     values = (
         (DO, ctx.global_chunk, scans.do),
         (DV, ctx.global_chunk, scans.dv),
@@ -123,7 +123,8 @@ def load_v_tile(ctx: GradsGdnWarpgroup, v_tile: int, stage: Index) -> None:
 def load_qk(ctx: GradsGdnWarpgroup) -> None:
     """Starts the copies of a chunk's q, k, factors and token scalars."""
     index = ctx.global_chunk
-    copies = Copies(ctx.barriers.qk_full)
+    # Heads that share q and k read these at about the same time.
+    copies = Copies(ctx.barriers.qk_full, evict_first=ctx.spec.beside_scans)
     copies.start(index.tile(ctx.gmem.factors), ctx.smem.factors)
     copies.start(index.tile(ctx.gmem.token_scalars), ctx.smem.token_scalars)
     for which, source in ((Q, ctx.gmem.q), (K, ctx.gmem.k)):

@@ -74,6 +74,11 @@ class GradsGdnSpec(NamedTuple):
     num_token_scalars: int  # 1, or 3 under qk_norm
     dtype: DTypeLike  # of all tiles: bfloat16 or float16
 
+    @property
+    def beside_scans(self) -> bool:
+        """Whether a chunk follows the scans, which leave the last one first, and is read from rings."""
+        return self.grid.descending
+
 
 class SharedStorage(NamedTuple):
     """Shared memory of a CTA: tiles are [C, 64] of 16 bits, vectors [C] float32."""
