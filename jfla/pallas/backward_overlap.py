@@ -32,11 +32,11 @@ SPAN_CHUNKS_BY_BYTES = 16
 # states does not wait for room.
 KDA_SPAN_CHUNKS = 32
 # Chunks of a sequence's dS beyond those that the gradient kernel has in work. Of a longer ring the second-level cache
-# has lost the first chunks when they are read.
-DSTATE_RING_SLACK = 2
-# The same where groups of sequences follow each other and bytes do not bound the launch. With one more the scan issues
-# copies before signals, see `ScanCta.signals_behind_copies`. One group alone, or one bound by bytes, took longer so.
-LONG_RING_SLACK = 3
+# has lost the first chunks when they are read. With so many the scan issues copies before signals, see
+# `ScanCta.signals_behind_copies`.
+DSTATE_RING_SLACK = 3
+# The same where bytes bound the launch, which took longer with a longer ring.
+DSTATE_RING_SLACK_BY_BYTES = 2
 LEAST_IN_WORK = 3  # chunks of a sequence
 # Chunks of the states' ring beyond two spans. A producer waits for room for a chunk before it has signalled the last
 # three: with two spans alone the gradients could not begin a span until they had ended the one before.
@@ -101,9 +101,10 @@ def _of_group(
     if state_ring >= dims.n_chunks:
         state_ring = 0
     in_groups = sequences < dims.sequences
-    long_ring = in_groups and not times.bound_by_bytes
     dstate_ring = max(-(-grads_ctas // sequences), LEAST_IN_WORK)
-    dstate_ring += LONG_RING_SLACK if long_ring else DSTATE_RING_SLACK
+    dstate_ring += (
+        DSTATE_RING_SLACK_BY_BYTES if times.bound_by_bytes else DSTATE_RING_SLACK
+    )
     group = sequences if in_groups else 0
     return us, BackwardOverlap(grads_ctas, spans, group, state_ring, dstate_ring)
 
