@@ -227,6 +227,11 @@ class ScanCta(NamedTuple):
 
     @property
     def is_last_reader(self) -> bool:
-        """Whether chunks are read from a ring, by this CTA alone."""
-        has_all_columns = self.config.v_block == self.gmem.chunks.values.shape[-1]
-        return has_all_columns and self.read_flags.lead.tiles > 0
+        """Whether chunks are read from a ring, by this CTA alone.
+
+        Packed rows are left out: with the place of every chunk to keep, ptxas spills some 40 bytes for the hint.
+        """
+        values = self.gmem.chunks.values
+        has_all_columns = self.config.v_block == values.shape[-1]
+        in_ring = self.read_flags.lead.tiles > 0
+        return in_ring and has_all_columns and places_of(values) is None

@@ -62,7 +62,7 @@ def load_v_tile(ctx: GradsKdaWarpgroup, v_tile: int, stage: Index) -> None:
     scans = ctx.gmem.scans
     index = ctx.index
     columns_of_v = pl.ds(v_tile * TILE_V, TILE_V)
-    copies = Copies(ctx.barriers.v_full.at[stage], evict_first=ctx.spec.beside_scans)
+    copies = Copies(ctx.barriers.v_full.at[stage])
     for which, source in ((DO, scans.do), (DV, scans.dv), (V_NEW, scans.v_new)):
         start = functools.partial(
             copies.start, target_smem=ctx.smem.values.at[stage, which]
@@ -87,8 +87,7 @@ def prefetch_qkg(ctx: GradsKdaWarpgroup) -> None:
 def load_qk(ctx: GradsKdaWarpgroup) -> None:
     """Starts the copies of a chunk's q, k and vectors."""
     index = ctx.index
-    # Heads that share q and k read these at about the same time.
-    copies = Copies(ctx.barriers.qk_full, evict_first=ctx.spec.beside_scans)
+    copies = Copies(ctx.barriers.qk_full)
     qkg = ctx.gmem.qkg
     smem = ctx.smem
     for tile in range(ctx.spec.num_tiles):

@@ -83,11 +83,6 @@ class GradsKdaSpec(NamedTuple):
         """HV."""
         return self.grid.chunks.heads
 
-    @property
-    def beside_scans(self) -> bool:
-        """Whether a chunk follows the scans, which leave the last one first, and is read from rings."""
-        return self.grid.chunks.descending
-
 
 class SharedStorage(NamedTuple):
     """Shared memory of a CTA: tiles are [C, 64] bf16 unless said otherwise, vectors [64] float32."""
