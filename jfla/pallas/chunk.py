@@ -1,6 +1,8 @@
 """The chunked ops by kernels: forward and backward as lists of stage calls, from validated inputs to outputs."""
 
 import dataclasses
+import functools
+from collections.abc import Callable
 
 import jax
 from jax.typing import DTypeLike
@@ -29,7 +31,7 @@ from jfla.pallas.common.intra_gdn.kernel import intra_gdn
 from jfla.pallas.common.intra_gdn.smem import IntraGdnConfig
 from jfla.pallas.common.packed_rows import Rows
 from jfla.pallas.common.results import ALL_CHUNKS, IntraResults, KernelGrads, RingChunks
-from jfla.pallas.common.scan.spec import ScanConfig
+from jfla.pallas.common.scan.spec import ScanConfig, ScanOutputs
 from jfla.pallas.common.scan.split_time import split_ends, split_states, stretch_end
 from jfla.pallas.common.scan.steps import backward_scans_kernel, output_scan_kernel
 from jfla.pallas.context import interpreting
@@ -54,6 +56,9 @@ from jfla.pallas.sm90.intra_kda.kernel import intra_kda
 from jfla.parallel.stretch import Entered, Stretch
 from jfla.stages import QK, FactoredQK, IntraChunk, Residuals, ScanResults
 from jfla.types import DeltaRuleOutput, Inputs, Options, State, Value
+
+# From `QK`, `IntraChunk`, v, the initial state and a `ScanConfig` to the kernel, not launched yet, of `ScanOutputs`
+OutputScan = Callable[..., PendingResults]
 
 # Where the gate's shape decides: `intra_kernel` and what is kept of it, `grads_kernel`, and the scans' `TokenDecay`.
 
@@ -144,66 +149,29 @@ def _forward(
     for_backward: bool,
     stretch: Stretch | None,
 ) -> tuple[DeltaRuleOutput, Residuals]:
+    """The intra-chunk work of every chunk, then the scan that leaves the output, or one beside the other."""
     x = kernel_arrays(
         inputs,
         options,
         row_is_segment=schedule.row_is_segment,
         segments_in_turn=schedule.segments_in_turn,
     )
-    entered, split_r = None, None
-    dims = x.dims
-    num_checkpoints = (
-        schedule.num_checkpoints if for_backward and _writes_in_place(inputs) else 0
-    )
-    final_dtype = None
-    if options.return_final_state:
-        final_dtype = options.state_dtype or F32
-    group_chunks = options.chunks_per_state
-    if group_chunks is not None:
+    if options.chunks_per_state is not None:
         schedule = _undivided(schedule)
-        num_checkpoints = 0
-    kept = {"final_dtype": final_dtype, "num_checkpoints": num_checkpoints}
-    kept["group_chunks"] = group_chunks
-    kept["segments"] = x.segments
+    keeps_states = for_backward and _writes_in_place(inputs)
+    output_scan = _output_scan(x, options, schedule, keeps_states)
+    entered, split_r = None, None
     if schedule.overlap_ctas and stretch is None:
-        config = ScanConfig.of(schedule, schedule.overlap_v_block)
-
-        def consume(results: IntraResults) -> PendingResults:
-            return output_scan_kernel(
-                results.qk, results.intra, x.v, x.initial, config, **kept
-            )
-
-        with jax.named_scope("jfla_intra_overlap_output_scan"):
-            # Interpret mode runs one CTA after the other: the producer would wait for a scan that has not begun.
-            ring_chunks = 0 if interpreting() else schedule.ring_chunks
-            lead = Lead(ring_chunks, num_readers=dims.value_dim // TILE_V)
-            # The backward reads A of all chunks again.
-            ring = RingChunks(
-                qk=ring_chunks,
-                intra=0 if for_backward else ring_chunks,
-                sequences_per_group=schedule.sequences_per_group,
-            )
-            producing = intra_kernel(
-                x, inputs, options, schedule, num_ctas=schedule.overlap_ctas, ring=ring
-            )
-            flags_shape = (dims.batch, dims.heads, dims.n_chunks)
-            intra_results, scanned = overlap(producing, consume, flags_shape, lead)
+        intra_results, scanned = _intra_beside_scan(
+            x, inputs, options, schedule, output_scan, for_backward
+        )
     else:
         with jax.named_scope("jfla_intra"):
             intra_results = run(intra_kernel(x, inputs, options, schedule))
-        config = ScanConfig.of(schedule, schedule.scan_v_block)
-        initial = x.initial
-        qk, pairs = intra_results.qk, intra_results.intra
-        splits = schedule.time_splits if stretch is None else schedule.stretch_splits
-        if splits > 1 or stretch is not None:
-            with jax.named_scope("jfla_split_time"):
-                initial, entered, split_r = split_states(
-                    qk, pairs, x.v, initial, config, splits, stretch
-                )
-        with jax.named_scope("jfla_output_scan"):
-            scanned = run(output_scan_kernel(qk, pairs, x.v, initial, config, **kept))
+        scanned, entered, split_r = _scan_of_all_chunks(
+            x, intra_results, schedule, output_scan, stretch
+        )
     (output,) = to_tokens([scanned.stores[0]], inputs, x.grid)
-    split_r = None if stretch is None else split_r
     factors = intra_results.qk.factors if options.op.scalar_gate else None
     residuals = Residuals(
         intra_results.intra,
@@ -217,6 +185,79 @@ def _forward(
     if last is not None and schedule.row_is_segment:
         last = last[:, 0]  # of its one segment
     return DeltaRuleOutput(output.astype(inputs.v.dtype), last), residuals
+
+
+def _output_scan(
+    x: KernelArrays, options: Options, schedule: Schedule, keeps_states: bool
+) -> OutputScan:
+    """`output_scan_kernel` with what the call wants kept of the states."""
+    final_dtype = None
+    if options.return_final_state:
+        final_dtype = options.state_dtype or F32
+    group_chunks = options.chunks_per_state
+    keeps_states = keeps_states and group_chunks is None
+    return functools.partial(
+        output_scan_kernel,
+        final_dtype=final_dtype,
+        num_checkpoints=schedule.num_checkpoints if keeps_states else 0,
+        group_chunks=group_chunks,
+        segments=x.segments,
+    )
+
+
+def _intra_beside_scan(
+    x: KernelArrays,
+    inputs: Inputs,
+    options: Options,
+    schedule: Schedule,
+    output_scan: OutputScan,
+    for_backward: bool,
+) -> tuple[IntraResults, ScanOutputs]:
+    """Both in one launch: the scan follows the intra-chunk kernel from chunk to chunk."""
+    dims = x.dims
+    config = ScanConfig.of(schedule, schedule.overlap_v_block)
+
+    def consume(results: IntraResults) -> PendingResults:
+        return output_scan(results.qk, results.intra, x.v, x.initial, config)
+
+    with jax.named_scope("jfla_intra_overlap_output_scan"):
+        # Interpret mode runs one CTA after the other: the producer would wait for a scan that has not begun.
+        ring_chunks = 0 if interpreting() else schedule.ring_chunks
+        lead = Lead(ring_chunks, num_readers=dims.value_dim // TILE_V)
+        # The backward reads A of all chunks again.
+        ring = RingChunks(
+            qk=ring_chunks,
+            intra=0 if for_backward else ring_chunks,
+            sequences_per_group=schedule.sequences_per_group,
+        )
+        producing = intra_kernel(
+            x, inputs, options, schedule, num_ctas=schedule.overlap_ctas, ring=ring
+        )
+        flags_shape = (dims.batch, dims.heads, dims.n_chunks)
+        return overlap(producing, consume, flags_shape, lead)
+
+
+def _scan_of_all_chunks(
+    x: KernelArrays,
+    intra_results: IntraResults,
+    schedule: Schedule,
+    output_scan: OutputScan,
+    stretch: Stretch | None,
+) -> tuple[ScanOutputs, Entered | None, Array | None]:
+    """The scan, and with which states it was entered where time is split, and the maps of a stretch's splits."""
+    config = ScanConfig.of(schedule, schedule.scan_v_block)
+    initial = x.initial
+    qk, pairs = intra_results.qk, intra_results.intra
+    entered, split_r = None, None
+    splits = schedule.time_splits if stretch is None else schedule.stretch_splits
+    if splits > 1 or stretch is not None:
+        with jax.named_scope("jfla_split_time"):
+            initial, entered, split_r = split_states(
+                qk, pairs, x.v, initial, config, splits, stretch
+            )
+    with jax.named_scope("jfla_output_scan"):
+        scanned = run(output_scan(qk, pairs, x.v, initial, config))
+    return scanned, entered, None if stretch is None else split_r
 
 
 def backward(
