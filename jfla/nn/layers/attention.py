@@ -1,7 +1,7 @@
 """Causal softmax attention with rotary positions and a key-value cache, for hybrid models."""
 
 import dataclasses
-from typing import Literal, TypedDict, Unpack, overload
+from typing import Literal, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from jfla.nn.layers.attention_cache import (
     stored,
     visible,
 )
+from jfla.nn.layers.mixer import Hidden, Mixer
 from jfla.nn.layers.norms import RMSNorm
 from jfla.nn.layers.projections import DTypes, Projection
 from jfla.nn.sharding import (
@@ -33,7 +34,6 @@ from jfla.nn.sharding import (
 )
 from jfla.types import SegmentIds
 
-Hidden = Float[Array, "B T D"]
 Heads = Float[Array, "B T N D"]
 QKNorm = Literal["head", "projection"]
 
@@ -76,7 +76,7 @@ class AttentionOptions(TypedDict, total=False):
     param_dtype: DTypeLike
 
 
-class CausalAttention(nnx.Module):
+class CausalAttention(Mixer[AttentionCache]):
     """softmax(q k^T / sqrt(D)) v over the earlier tokens of the same sequence and the token itself.
 
     **Arguments:**
@@ -162,22 +162,9 @@ class CausalAttention(nnx.Module):
         sequence = jnp.zeros((batch, max_len), jnp.int32)
         return AttentionCache(key, key, sequence, jnp.zeros(batch, jnp.int32))
 
-    @overload
-    def __call__(
-        self, x: Hidden, segment_ids: SegmentIds | None = None, cache: None = None
-    ) -> Hidden: ...
-    @overload
-    def __call__(
-        self, x: Hidden, segment_ids: SegmentIds | None = None, *, cache: AttentionCache
-    ) -> tuple[Hidden, AttentionCache]: ...
-    def __call__(self, x, segment_ids=None, cache=None):
-        y, new_cache = self.mix(x, segment_ids, cache)
-        return y if cache is None else (y, new_cache)
-
     def mix(
         self, x: Hidden, segment_ids: SegmentIds | None, cache: AttentionCache | None
     ) -> tuple[Hidden, AttentionCache | None]:
-        """The layer, always as (output, cache or None)."""
         refuse_explicit("x", x)
         batch, time = x.shape[:2]
         position = positions(cache, batch, time)

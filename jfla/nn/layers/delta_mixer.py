@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
-from typing import TypedDict, overload
+from typing import TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jfla.gates import Gate, log_decay, write_strength
 from jfla.nn.layers.convolution import ShortConvolution, Tail
+from jfla.nn.layers.mixer import Hidden, Mixer
 from jfla.nn.layers.norms import Activation, GatedRMSNorm
 from jfla.nn.layers.pooled import mix_pooled
 from jfla.nn.layers.projections import DTypes, Projection
@@ -31,8 +32,6 @@ RECURRENT_TOKENS = 8
 # exp(-1000) is exactly 0 in float32 and float64: a decay that empties the state, within the gates
 # that every implementation promises to take.
 _RESET = -1000.0
-
-Hidden = Float[Array, "B T D"]
 
 
 @jax.tree_util.register_dataclass
@@ -114,7 +113,7 @@ def documented[Layer: type](layer: Layer) -> Layer:
     return layer
 
 
-class DeltaMixer(nnx.Module):
+class DeltaMixer(Mixer[DeltaCache]):
     """Everything but the op and the gates."""
 
     _activation: Activation
@@ -215,22 +214,9 @@ class DeltaMixer(nnx.Module):
         tails = tuple(convolution.init_tail(batch) for convolution in convolutions)
         return DeltaCache(jnp.zeros(shape, jnp.float32), tails)
 
-    @overload
-    def __call__(
-        self, x: Hidden, segment_ids: SegmentIds | None = None, cache: None = None
-    ) -> Hidden: ...
-    @overload
-    def __call__(
-        self, x: Hidden, segment_ids: SegmentIds | None = None, *, cache: DeltaCache
-    ) -> tuple[Hidden, DeltaCache]: ...
-    def __call__(self, x, segment_ids=None, cache=None):
-        y, new_cache = self.mix(x, segment_ids, cache)
-        return y if cache is None else (y, new_cache)
-
     def mix(
         self, x: Hidden, segment_ids: SegmentIds | None, cache: DeltaCache | None
     ) -> tuple[Hidden, DeltaCache | None]:
-        """The layer, always as (output, cache or None)."""
         refuse_explicit("x", x)
         if cache is not None and cache.slots is not None:
             return mix_pooled(self, x, segment_ids, cache)

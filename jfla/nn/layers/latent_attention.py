@@ -1,7 +1,6 @@
 """Multi-head latent attention without positions: keys and values out of one small latent."""
 
 import dataclasses
-from typing import overload
 
 import jax
 import jax.numpy as jnp
@@ -19,12 +18,12 @@ from jfla.nn.layers.attention_cache import (
     stored,
     visible,
 )
+from jfla.nn.layers.mixer import Hidden, Mixer
 from jfla.nn.layers.norms import RMSNorm
 from jfla.nn.layers.projections import DTypes, Projection
 from jfla.nn.sharding import EMBED, HEADS, refuse_explicit
 from jfla.types import SegmentIds
 
-Hidden = Float[Array, "B T D"]
 Latent = Float[Array, "B L R_plus_P"]
 
 
@@ -42,7 +41,7 @@ class LatentCache:
     length: Int[Array, " B"]
 
 
-class LatentAttention(nnx.Module):
+class LatentAttention(Mixer[LatentCache]):
     """Softmax attention whose keys and values are linear in a latent c of R channels.
 
         c, s  = x W_a;   c <- RMSNorm(c)            R and P channels; s is shared by all heads
@@ -114,22 +113,9 @@ class LatentAttention(nnx.Module):
         sequence = jnp.zeros((batch, max_len), jnp.int32)
         return LatentCache(latent, sequence, jnp.zeros(batch, jnp.int32))
 
-    @overload
-    def __call__(
-        self, x: Hidden, segment_ids: SegmentIds | None = None, cache: None = None
-    ) -> Hidden: ...
-    @overload
-    def __call__(
-        self, x: Hidden, segment_ids: SegmentIds | None = None, *, cache: LatentCache
-    ) -> tuple[Hidden, LatentCache]: ...
-    def __call__(self, x, segment_ids=None, cache=None):
-        y, new_cache = self.mix(x, segment_ids, cache)
-        return y if cache is None else (y, new_cache)
-
     def mix(
         self, x: Hidden, segment_ids: SegmentIds | None, cache: LatentCache | None
     ) -> tuple[Hidden, LatentCache | None]:
-        """The layer, always as (output, cache or None)."""
         refuse_explicit("x", x)
         batch, time = x.shape[:2]
         q = self.q_proj(x)

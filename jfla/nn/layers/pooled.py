@@ -10,10 +10,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jfla.nn.layers.convolution import ShortConvolution, Tail
+from jfla.nn.layers.mixer import Hidden
 from jfla.pool import named_slots, read_slots, write_slots
 from jfla.types import SegmentIds
-
-Hidden = Float[Array, "B T D"]
 
 
 def mix_pooled(

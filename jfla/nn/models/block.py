@@ -4,13 +4,13 @@ from typing import Any
 
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float
 
 from jfla.nn.layers.attention import AttentionCache, CausalAttention
 from jfla.nn.layers.delta_mixer import DeltaCache, DeltaMixer
 from jfla.nn.layers.gdn import GatedDeltaNet
 from jfla.nn.layers.kda import KimiDeltaAttention
 from jfla.nn.layers.latent_attention import LatentAttention, LatentCache
+from jfla.nn.layers.mixer import Hidden
 from jfla.nn.layers.moe import MixtureOfExperts, MoEOptions
 from jfla.nn.layers.norms import RMSNorm
 from jfla.nn.layers.projections import DTypes, SwiGLU
@@ -25,9 +25,8 @@ from jfla.nn.models.config import (
 from jfla.nn.sharding import BATCH, TIME, constrain
 from jfla.types import Implementation, SegmentIds
 
-Hidden = Float[Array, "B T D"]
 LayerCache = DeltaCache | AttentionCache | LatentCache
-Mixer = DeltaMixer | CausalAttention | LatentAttention
+LayerMixer = DeltaMixer | CausalAttention | LatentAttention
 
 _DELTA_RULE: dict[type, type[DeltaMixer]] = {
     GDNSpec: GatedDeltaNet,
@@ -93,7 +92,7 @@ def _mixer(
     implementation: Implementation | None,
     rngs: nnx.Rngs,
     dtypes: DTypes,
-) -> Mixer:
+) -> LayerMixer:
     if type(spec) in _DELTA_RULE:
         make: Any = _DELTA_RULE[type(spec)]
         arguments = {**vars(spec), "implementation": implementation}

@@ -9,6 +9,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from jfla.nn.layers.mixer import Hidden
 from jfla.nn.layers.norms import RMSNorm
 from jfla.nn.layers.projections import DTypes, Projection
 from jfla.nn.models.block import Block, LayerCache
@@ -33,7 +34,6 @@ from jfla.nn.sharding import (
 from jfla.types import Implementation, SegmentIds
 
 Tokens = Int[Array, "B T"]
-Hidden = Float[Array, "B T D"]
 Logits = Float[Array, "B T vocab"]
 Cache = tuple[LayerCache, ...]
 

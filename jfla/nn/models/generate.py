@@ -11,10 +11,10 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
+from jfla.nn.layers.mixer import Hidden
 from jfla.types import SegmentIds
 
 Tokens = Int[Array, "B T"]
-Hidden = Float[Array, "B T D"]
 Cache = Any  # a pytree that is the model's own
 
 
