@@ -244,7 +244,7 @@ def _scan_of_all_chunks(
     output_scan: OutputScan,
     stretch: Stretch | None,
 ) -> tuple[ScanOutputs, Entered | None, Array | None]:
-    """The scan, and with which states it was entered where time is split, and the maps of a stretch's splits."""
+    """The scan behind the intra-chunk kernel; of a stretch of time also how it is entered, and its splits' maps R."""
     config = ScanConfig.of(schedule, schedule.scan_v_block)
     initial = x.initial
     qk, pairs = intra_results.qk, intra_results.intra

@@ -1,7 +1,7 @@
-"""The hint "evict first" of a TMA copy: nobody reads the same bytes again. Mosaic's copies take none.
+"""The hint "evict first" of a TMA copy: nobody reads the same bytes again in this launch. Mosaic's copies take none.
 
-Where kernels side by side read a chunk one after the other, the second-level cache holds the chunks between them.
-Without the hint those that all have read take the place of some that are still to be read.
+Kernels side by side read a chunk one after the other, and the second-level cache holds the chunks between them. Without
+the hint a chunk that every kernel has read may stay there, while one that is still to be read goes to device memory.
 """
 
 from collections.abc import Sequence
@@ -59,7 +59,7 @@ class _Copy(NamedTuple):
 def hint_evict_first() -> None:
     """Gives the hint to the copy into shared memory that was started last.
 
-    Mosaic's operation, with which the program ends where this is written, is replaced by the instruction itself.
+    Mosaic's operation for it has to be the last of the block that is being lowered. It is replaced by the instruction.
     """
 
     @plgpu.inline_mgpu()

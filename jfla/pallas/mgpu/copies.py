@@ -36,7 +36,7 @@ class Copies(NamedTuple):
     """
 
     barrier: Barrier
-    evict_first: bool = False  # what is copied is not read again: see `cache_hint.py`
+    evict_first: bool = False  # nobody reads it again soon: see `cache_hint.py`
 
     def start(self, source_gmem: Gmem, target_smem: Smem) -> None:
         """Starts a copy; all reads of the target must have been committed."""

@@ -227,7 +227,7 @@ class ScanCta(NamedTuple):
 
     @property
     def is_last_reader(self) -> bool:
-        """Whether chunks are read from a ring, by this CTA alone.
+        """Whether chunks are read from a ring, by this CTA alone, so that the second-level cache need not keep them.
 
         Packed rows are left out: with the place of every chunk to keep, ptxas spills some 40 bytes for the hint.
         """

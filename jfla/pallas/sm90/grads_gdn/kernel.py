@@ -123,7 +123,7 @@ def load_v_tile(ctx: GradsGdnWarpgroup, v_tile: int, stage: Index) -> None:
 def load_qk(ctx: GradsGdnWarpgroup) -> None:
     """Starts the copies of a chunk's q, k, factors and token scalars."""
     index = ctx.global_chunk
-    # Heads that share q and k read these at about the same time.
+    # With fewer heads of q and k than of v several CTAs read the same, but at about the same time.
     copies = Copies(ctx.barriers.qk_full, evict_first=ctx.spec.beside_scans)
     copies.start(index.tile(ctx.gmem.factors), ctx.smem.factors)
     copies.start(index.tile(ctx.gmem.token_scalars), ctx.smem.token_scalars)
