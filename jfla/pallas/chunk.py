@@ -26,7 +26,7 @@ from jfla.pallas.arrays import (
     to_tokens,
     whole_chunks,
 )
-from jfla.pallas.common.chunk_index import TILE_V
+from jfla.pallas.common.chunk_index import TILE_V, ChunkGrid
 from jfla.pallas.common.intra_gdn.kernel import intra_gdn
 from jfla.pallas.common.intra_gdn.smem import IntraGdnConfig
 from jfla.pallas.common.packed_rows import Rows
@@ -216,6 +216,7 @@ def _intra_beside_scan(
     """Both in one launch: the scan follows the intra-chunk kernel from chunk to chunk."""
     dims = x.dims
     config = ScanConfig.of(schedule, schedule.overlap_v_block)
+    config = config._replace(sequences_per_group=schedule.sequences_per_group)
 
     def consume(results: IntraResults) -> PendingResults:
         return output_scan(results.qk, results.intra, x.v, x.initial, config)
@@ -233,8 +234,10 @@ def _intra_beside_scan(
         producing = intra_kernel(
             x, inputs, options, schedule, num_ctas=schedule.overlap_ctas, ring=ring
         )
-        flags_shape = (dims.batch, dims.heads, dims.n_chunks)
-        return overlap(producing, consume, flags_shape, lead)
+        grid = ChunkGrid(
+            dims.batch, dims.heads, dims.n_chunks, schedule.sequences_per_group
+        )
+        return overlap(producing, consume, grid.flags_shape, lead)
 
 
 def _scan_of_all_chunks(

@@ -15,8 +15,6 @@ from support.kernel_cases import Call, inputs, results, scheduled
 from jfla.pallas import scans_and_grads
 from jfla.pallas.backward_overlap import SPAN_CHUNKS, BackwardOverlap
 from jfla.pallas.common.chunk_index import ChunkGrid, EqualSpans
-from jfla.pallas.common.scan.cta import GridIndex
-from jfla.pallas.common.scan.pipeline import grid_index, number_by_scans
 from jfla.pallas.common.scan.spec import ScanConfig
 from jfla.pallas.common.scan.steps import backward_scans_kernel
 from jfla.pallas.dims import Dims
@@ -99,19 +97,10 @@ def test_spans_are_counted_from_the_end_of_time(n_chunks, num_spans):
     of_spans = np.array_split(chunks[::-1], range(spans.length, n_chunks, spans.length))
     assert len(of_spans) == num_spans
     assert order == [int(chunk) for span in of_spans for chunk in span[::-1]]
-    begins, span = (np.asarray(x) for x in spans.span_of(jnp.arange(n_chunks)))
-    firsts = sorted(span[-1] for span in of_spans)
-    assert chunks[begins].tolist() == firsts
-    assert span[begins].tolist() == list(range(num_spans))
-
-
-def test_a_scan_makes_room_for_the_same_scan_of_the_next_group():
-    """Two rows of 4 heads in groups of 2 sequences: the second scan of a group, the states', ends first."""
-    grid = GridIndex(v_block=1, scan=2, head=4, batch=2, time_split=1)
-    index = grid_index(grid, number_by_scans(grid, 2, jnp.arange(16)))
-    sequences = [0, 1, 0, 1, 2, 3, 2, 3, 4, 5, 4, 5, 6, 7, 6, 7]
-    assert (index.batch * 4 + index.head).tolist() == sequences
-    assert index.scan.tolist() == [1, 1, 0, 0] * 4
+    bounds = [
+        [int(x) for x in spans.span_after(jnp.int32(i))] for i in range(num_spans)
+    ]
+    assert bounds == [[span[-1], span[0] + 1] for span in of_spans]
 
 
 @settings(deadline=None, max_examples=25)
@@ -153,8 +142,8 @@ def chunks_read(
 ) -> int:
     """Chunks whose gradients are made, when no CTA can go on.
 
-    Scans begin in the order of their numbers, as others end; a scan signals a chunk when the next one is consumed and
-    one as many stages ahead is copied, for which the ring of its results must have room.
+    A scan goes through its sequence of every group; it signals a chunk when the next one is consumed and one as many
+    stages ahead is copied, for which the ring of its results must have room.
     """
     beside = beside or found.backward_overlap
     assert beside is not None
@@ -178,40 +167,33 @@ def chunks_read(
     spans = EqualSpans(n_chunks, beside.num_spans)
     by_spans = np.asarray(spans.last_span_first(jnp.arange(n_chunks))).tolist()
     scans = (in_reverse, beside.dstate_ring), (by_spans, beside.state_ring)
-    scan_grid = GridIndex(1, len(scans), dims.heads, dims.batch, 1)
     group = beside.sequences_per_group or dims.sequences
-    numbers = jnp.arange(len(scans) * dims.sequences)
-    cta = grid_index(scan_grid, number_by_scans(scan_grid, group, numbers))
-    waiting = collections.deque(
-        (sequence, scans[scan][0], scans[scan][1] or n_chunks)
-        for sequence, scan in zip(
-            np.asarray(cta.batch * dims.heads + cta.head).tolist(),
-            np.asarray(cta.scan).tolist(),
-        )
-    )
-    resident: list[list[Any]] = []
+    assert len(scans) * group + beside.grads_ctas <= found.num_sms
+    num_steps = n_chunks * (dims.sequences // group)
+    resident = [[place, *scan, 0] for place in range(group) for scan in scans]
+
+    def chunk_of(place: int, order: list[int], step: int) -> tuple[int, int]:
+        return place + step // n_chunks * group, order[step % n_chunks]
+
     signalled: collections.Counter = collections.Counter()
     read = set()
     next_tile = list(range(beside.grads_ctas))
     going = True
     while going:
         going = False
-        while waiting and len(resident) < found.num_sms - beside.grads_ctas:
-            resident.append([*waiting.popleft(), 0])
-        for cta in list(resident):
-            sequence, order, ring, step = cta
-            while step < n_chunks:
+        for scan in resident:
+            place, order, ring, step = scan
+            while step < num_steps:
                 ahead = step + 1 + stages
-                if ahead < n_chunks:
-                    earlier = order[ahead] + ring
+                if ahead < num_steps:
+                    sequence, chunk = chunk_of(place, order, ahead)
+                    earlier = chunk + (ring or n_chunks)
                     if earlier < n_chunks and (sequence, earlier) not in read:
                         break
-                signalled[sequence, order[step]] += 1
+                signalled[chunk_of(place, order, step)] += 1
                 step += 1
                 going = True
-            cta[-1] = step
-            if step == n_chunks:
-                resident.remove(cta)
+            scan[-1] = step
         for cta, tile in enumerate(next_tile):
             while tile < len(tiles) and signalled[tiles[tile]] == 2:
                 read.add(tiles[tile])

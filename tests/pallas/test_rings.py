@@ -1,5 +1,7 @@
 """Rings of results beside a scan: whether the two kernels of a launch can always go on, by a simulation of them."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 from hypothesis import given, settings
@@ -10,7 +12,7 @@ from jfla.pallas.dims import Dims
 from jfla.pallas.heuristics import Schedule, schedule
 from jfla.pallas.kernel_times import H200_BYTES_PER_US
 from jfla.pallas.segments import CTA_CHUNKS
-from jfla.types import OPS, Op
+from jfla.types import OPS
 
 
 @given(
@@ -54,7 +56,7 @@ def test_a_ring_always_gets_room(op, batch, heads, n_chunks, bytes_per_us):
     dims = Dims(batch, heads, n_chunks, 128, 128)
     found = schedule(OPS[op], dims, bytes_per_us=bytes_per_us)
     if found.ring_chunks:
-        np.testing.assert_array_equal(chunks_read(OPS[op], dims, found), n_chunks)
+        np.testing.assert_array_equal(chunks_read(dims, found), n_chunks)
 
 
 @settings(deadline=None)
@@ -81,35 +83,46 @@ def test_a_ring_of_a_segment_and_its_padding_always_gets_room(
         dims = dims._replace(segments=1)
     if found.ring_chunks:
         length = n_chunks if whole_rows else max(n_chunks - padding, 0)
-        got = chunks_read(OPS[op], dims, found, [length] * batch)
+        got = chunks_read(dims, found, [length] * batch)
         np.testing.assert_array_equal(got, n_chunks)
 
 
 def test_rows_of_other_lengths_would_wait_for_each_other():
     """Why they have no ring: the padding of the short row has no room, and keeps the long row from being made."""
-    dims = Dims(2, 16, 40, 128, 128, 1)
+    dims = Dims(2, 20, 40, 128, 128, 1)
     found = schedule(OPS["kda"], dims)
-    assert found.ring_chunks == 8
-    assert (chunks_read(OPS["kda"], dims, found, [30, 15]) < 40).any()
+    assert found.ring_chunks == 7
+    assert (chunks_read(dims, found, [30, 15]) < 40).any()
     padded = dims._replace(may_be_padded=True)
     assert schedule(OPS["kda"], padded).ring_chunks == 0
 
 
 def chunks_read(
-    op: Op, dims: Dims, found: Schedule, lengths: list[int] | None = None
+    dims: Dims, found: Schedule, lengths: list[int] | None = None
 ) -> np.ndarray:
     """Of every sequence, when neither kernel can go on.
 
-    KDA's intra-chunk kernel tells that a chunk is ready when it has room for the next one. Where rows are segments of
-    `lengths` chunks, padding behind them is scanned by the CTA that `SegmentTable.ctas` has for it.
+    Where sequences go in groups, a CTA of the scan, and a ring, go on from one to the one at the same place of the next
+    group. Where rows are segments of `lengths` chunks, padding behind them is scanned by the CTA that
+    `SegmentTable.ctas` has for it.
     """
-    grid = ChunkGrid(
-        dims.batch,
-        dims.heads,
-        dims.n_chunks,
-        sequences_per_group=found.sequences_per_group,
-    )
+    group = found.sequences_per_group
+    grid = ChunkGrid(dims.batch, dims.heads, dims.n_chunks, group)
     index = grid(jnp.arange(MOST_TILES))  # of one shape, which is compiled once
+    assert grid.ring_shape(found.ring_chunks)[-1] == found.ring_chunks
+    if group:
+        of_chains = dims._replace(
+            batch=1, heads=group, n_chunks=dims.num_chunks // group
+        )
+        ungrouped = dataclasses.replace(found, sequences_per_group=0)
+        flags = np.stack(index.flag[1:])[:, : dims.num_chunks]
+        chain = ChunkGrid(1, group, of_chains.n_chunks)(jnp.arange(MOST_TILES))
+        np.testing.assert_array_equal(
+            flags, np.stack([chain.head, chain.chunk])[:, : dims.num_chunks]
+        )
+        read = chunks_read(of_chains, ungrouped)
+        before = dims.n_chunks * np.arange(dims.sequences // group)[:, None]
+        return np.clip(read - before, 0, dims.n_chunks).reshape(-1)
     sequence = np.asarray(index.batch * dims.heads + index.head)
     chunk = np.asarray(index.chunk)
     is_ready = np.zeros((dims.sequences, dims.n_chunks), bool)
@@ -124,9 +137,6 @@ def chunks_read(
         has_room = chunk[known] - found.ring_chunks < read[sequence[known]]
         goes_on = (tiles < grid.num_tiles) & has_room
         ready = tiles[goes_on]
-        if not op.scalar_gate:
-            ready = tiles[goes_on | (tiles >= grid.num_tiles)] - stride
-            ready = ready[ready >= 0]
         is_ready[sequence[ready], chunk[ready]] = True
         tiles[goes_on] += stride
         resident = ctas[read[ctas[:, 0]] < ctas[:, 1]][:num_resident]

@@ -32,20 +32,39 @@ class ChunkIndex(NamedTuple):
     n_chunks: int | None = None  # N, static, where an array may be a ring
     # its place among inputs, or among results, where that was read ahead
     place_ahead: Callable[[], Index] | None = None
+    # Where groups of sequences take turns in a ring: the place in its group, and the number of the chunk among those of
+    # all sequences that have this place.
+    turn: tuple[Index, Index] | None = None
 
     @property
-    def number(self) -> tuple[Index, Index, Index]:
-        """Its place in an array [B, HV, N]."""
+    def flag(self) -> tuple[Index, Index, Index]:
+        """Its place among `ReadyFlags`: in [B, HV, N], or in [1, sequences of a group, chunks of all groups]."""
+        if self.turn is not None:
+            return jnp.int32(0), *self.turn
         return self.batch, self.head, self.chunk
+
+    def offset(self, zero: Index) -> "ChunkIndex":
+        """The same chunk, of which addresses are computed anew from an opaque zero."""
+        turn = None
+        if self.turn is not None:
+            place, number = self.turn
+            turn = place, number + zero
+        return self._replace(chunk=self.chunk + zero, turn=turn)
 
     @property
     def tokens(self) -> Index:
         return pl.ds(pl.multiple_of(self.chunk * CHUNK, CHUNK), CHUNK)
 
     def tile(self, ref_gmem: Gmem) -> Gmem:
-        """Its part of an array [B, HV, N, ...], or of a ring [B, HV, R, ...], in which chunks take turns."""
-        in_ring = self.in_ring(ref_gmem.shape[2])
-        return ref_gmem.at[self.batch, self.head, in_ring.chunk]
+        """Its part of an array [B, HV, N, ...], or of a ring of R chunks, [B, HV, R, ...], in which chunks take turns.
+
+        Groups of sequences take turns in a ring, too, which is [1, sequences of a group, R, ...].
+        """
+        size = ref_gmem.shape[2]
+        if self.turn is not None and self.n_chunks is not None and size < self.n_chunks:
+            place, number = self.turn
+            return ref_gmem.at[0, place, lax.rem(number, jnp.int32(size))]
+        return ref_gmem.at[self.batch, self.head, self.in_ring(size).chunk]
 
     def in_ring(self, size: int) -> "ChunkIndex":
         """Its place where an array has so many chunks, in which all chunks take turns."""
@@ -126,13 +145,16 @@ class ChunkGrid(NamedTuple):
     def __call__(self, tile_index: Index, places: Gmem = None) -> ChunkIndex:
         heads = jnp.int32(self.heads)
         batch = jnp.int32(self.batch)
+        turn = None
         if self.sequences_per_group:
             group_size = jnp.int32(self.sequences_per_group)
             n_chunks = jnp.int32(self.n_chunks)
             rest = lax.div(tile_index, group_size)
             chunk = lax.rem(rest, n_chunks)
             first = lax.div(rest, n_chunks) * group_size
-            sequence = first + lax.rem(tile_index, group_size)
+            place = lax.rem(tile_index, group_size)
+            sequence = first + place
+            turn = None if self.descending else (place, rest)
             row = lax.div(sequence, heads)
             head = lax.rem(sequence, heads)
         else:
@@ -142,7 +164,22 @@ class ChunkGrid(NamedTuple):
             row = lax.rem(rest, batch)
         if self.descending:
             chunk = self.n_chunks - 1 - chunk
-        return ChunkIndex(row, head, chunk, places, self.n_chunks)
+        return ChunkIndex(row, head, chunk, places, self.n_chunks, turn=turn)
+
+    def ring_shape(self, ring_chunks: int) -> tuple[int, int, int]:
+        """The leading axes of what is kept of so many chunks of each sequence, 0: of all; see `ChunkIndex.tile`."""
+        if not ring_chunks:
+            return self.shape
+        if self.sequences_per_group:
+            return 1, self.sequences_per_group, ring_chunks
+        return self.batch, self.heads, ring_chunks
+
+    @property
+    def flags_shape(self) -> tuple[int, int, int]:
+        """Of `ReadyFlags`: see `ChunkIndex.flag`."""
+        if not self.sequences_per_group or self.descending:
+            return self.shape
+        return 1, self.sequences_per_group, self.num_tiles // self.sequences_per_group
 
 
 class ChunkPart(NamedTuple):
@@ -191,14 +228,6 @@ class EqualSpans(NamedTuple):
         """The first chunk of the span that so many follow, and the first behind it."""
         end = self.n_chunks - spans_after * self.length
         return jnp.maximum(end - self.length, 0), end
-
-    def span_of(self, chunk: Index) -> tuple[Index, Index]:
-        """Whether the chunk is the first of its span, and the number of that span."""
-        missing = self.num_spans * self.length - self.n_chunks  # of the first span
-        begins = lax.rem(chunk + missing, jnp.int32(self.length)) == 0
-        if missing:
-            begins = jnp.logical_or(begins, chunk == 0)
-        return begins, lax.div(chunk + missing, jnp.int32(self.length))
 
     def last_span_first(self, i: Index) -> Index:
         """The i-th chunk where spans go from the last to the first, and chunks within each in order."""

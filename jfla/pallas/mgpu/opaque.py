@@ -45,3 +45,8 @@ def opaque_zero() -> jax.Array:
         return mosaic.FragmentedArray.splat(zero, (), is_signed=True)
 
     return zero()  # pyright: ignore[reportCallIssue]: the first argument is Mosaic's
+
+
+def opaque(n: int) -> jax.Array:
+    """In a kernel: n, for the count of a loop around others, which LLVM would unroll or keep more values for."""
+    return n + opaque_zero()

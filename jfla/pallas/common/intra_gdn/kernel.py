@@ -71,7 +71,7 @@ def load_tokens(
         ctx.qk.prefetch(tile, gmem.q, gmem.k, loaded)
     source = ctx.index.tile(gmem.token_inputs)
     loaded.start(source, ctx.vectors.token_inputs)
-    ready_flags.wait_for_room(ctx.anew().index.number)
+    ready_flags.wait_for_room(ctx.anew().index.flag)
     loaded.wait()
 
 
@@ -167,7 +167,7 @@ def intra_of_chunk(
     store_tile(ctx.vectors.token_scalars, index.tile(out_gmem.token_scalars))
     compute_a_qk(ctx.anew(), out_gmem.intra.a_qk)
     compute_a_inv(ctx.anew(), out_gmem.intra.a_inv)
-    ready_flags.signal(ctx.anew().index.number)
+    ready_flags.signal(ctx.anew().index.flag)
     # The next chunk is loaded over what these stores read.
     wait_for_stores(read_only=True)
 

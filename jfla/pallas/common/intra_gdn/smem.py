@@ -193,10 +193,8 @@ def intra_gdn_spec(
 
 
 def output_shapes(spec: IntraGdnSpec, ring: RingChunks) -> IntraGdnOutputs:
-    batch, heads, n_chunks = spec.grid.shape
-
-    def per_chunk(rows: int, dtype: DTypeLike, in_ring: int = 0) -> Gmem:
-        lead = (batch, heads, in_ring or n_chunks)
+    def per_chunk(rows: int, dtype: DTypeLike, ring_chunks: int = 0) -> Gmem:
+        lead = spec.grid.ring_shape(ring_chunks)
         return jax.ShapeDtypeStruct((*lead, rows, CHUNK), dtype)
 
     square = per_chunk(CHUNK, spec.dtype, ring.intra)

@@ -68,16 +68,60 @@ class ScanCta(NamedTuple):
     smem: SharedStorage
     barriers: Barrier  # PipelineBarriers, or None without TMA
 
+    @property
+    def num_groups(self) -> int:
+        """Of sequences: this CTA scans one of each, and counts steps over all of them."""
+        per_group = self.config.sequences_per_group
+        return self.spec.sequences // per_group if per_group else 1
+
+    @property
+    def sequence(self) -> Index:
+        """The number of the sequence that is scanned."""
+        return self.index.batch * jnp.int32(self.spec.value_heads) + self.index.head
+
+    @property
+    def place(self) -> Index:
+        """Of the sequence in its group."""
+        return lax.rem(self.sequence, jnp.int32(self.config.sequences_per_group))
+
+    def index_in_group(self, group: Index) -> GridIndex:
+        """Of this CTA's sequence of a group; `index` is of its sequence of the first."""
+        heads = jnp.int32(self.spec.value_heads)
+        sequence = self.sequence + group * self.config.sequences_per_group
+        head = lax.rem(sequence, heads)
+        batch = lax.div(sequence, heads)
+        return self.index._replace(head=head, batch=batch)
+
+    def at_step(self, i: Index) -> "ScanCta":
+        """The same CTA at the sequence of a step."""
+        if self.num_groups == 1:
+            return self
+        group = lax.div(i, jnp.int32(self.spec.n_chunks))
+        return self._replace(index=self.index_in_group(group))
+
     def span_chunk(self, i: Index) -> ChunkIndex:
         """The chunk of a step, in arrays that hold the scanned span alone."""
+        turn = None
+        if self.config.sequences_per_group:
+            # What the backward's scans store is kept of all groups.
+            turn = None if self.spec.signals is not None else (self.place, i)
+            i = lax.rem(i, jnp.int32(self.spec.n_chunks))
         chunk = i
         if self.spec.reverse:
-            chunk = self.steps.first + self.steps.end - 1 - i
+            chunk = self.last_chunk - i
         if self.spec.spans_from_last:
             chunk = self.spec.spans(self.spec.spans_from_last).last_span_first(i)
         places = places_of(self.gmem.chunks.values)
         batch = self.index.batch
-        return ChunkIndex(batch, self.index.head, chunk, places, self.spec.n_chunks)
+        n_chunks = self.spec.n_chunks
+        return ChunkIndex(batch, self.index.head, chunk, places, n_chunks, turn=turn)
+
+    @property
+    def last_chunk(self) -> Index:
+        """In reverse: the sum of a step's number and that of its chunk."""
+        if self.config.sequences_per_group:
+            return self.spec.n_chunks - 1
+        return self.steps.first + self.steps.end - 1
 
     def global_chunk(self, i: Index) -> ChunkIndex:
         """The same chunk in arrays that hold all of time."""
@@ -133,20 +177,22 @@ class ScanCta(NamedTuple):
         # A ring has room for the first chunks.
         @pl.loop(first, jnp.minimum(first + stages, end))
         def _prologue(i):
-            self.read_flags.wait(self.span_chunk(i).number)
-            self.copy_chunk(self.global_chunk(i), self.stage(i))
+            at_step = self.at_step(i)
+            self.read_flags.wait(at_step.span_chunk(i).flag)
+            self.copy_chunk(at_step.global_chunk(i), self.stage(i))
 
         @pl.loop(first, end - stages)
         def _steady(i):
-            chunk = self.global_chunk(i + stages)
+            ahead = self.at_step(i + stages)
+            chunk = ahead.global_chunk(i + stages)
             chunk = chunk.at_place(self.read_ahead(chunk, INPUTS))
             # The flag first: that wait is long, and the stage is empty by then.
-            number = self.span_chunk(i + stages).number
-            self.read_flags.wait(number)
+            flag = ahead.span_chunk(i + stages).flag
+            self.read_flags.wait(flag)
             self.wait_until_consumed(i)
             if not self.signals_behind_copies:
                 self.signal_before(i)
-            self.written_flags.wait_for_room(number)
+            self.written_flags.wait_for_room(flag)
             self.copy_chunk(chunk, self.stage(i))
             if self.signals_behind_copies:
                 self.signal_before(i)
@@ -173,7 +219,8 @@ class ScanCta(NamedTuple):
 
             @pl.when(i > self.steps.first)
             def _():
-                self.written_flags.signal(self.span_chunk(i - 1).number)
+                before = self.at_step(i - 1).span_chunk(i - 1)
+                self.written_flags.signal(before.flag)
 
     @property
     def signals_behind_copies(self) -> bool:

@@ -24,7 +24,6 @@ from jfla.pallas.common.scan.spec import (
     pipeline_barriers,
     shared_storage,
 )
-from jfla.pallas.mgpu.opaque import opaque_zero
 from jfla.pallas.mgpu.overlap import Kernel, PendingResults
 from jfla.pallas.mgpu.registers import leave_registers
 from jfla.pallas.mgpu.types import Barrier, Gmem, Index, Smem, Tree
@@ -35,13 +34,8 @@ def scan_kernel(
     specs: tuple[ScanSpec, ...],
     config: ScanConfig,
     name: str,
-    sequences_per_group: int | None = None,
 ) -> PendingResults:
-    """`ScanOutputs` of every scan; all are of one shape.
-
-    CTAs that scan a sequence have neighbouring numbers; with `sequences_per_group` those of a group that run the same
-    scan have, and the last scan's come first.
-    """
+    """`ScanOutputs` of every scan; all are of one shape. CTAs that scan a sequence have neighbouring numbers."""
     specs = tuple(spec.with_zero_state() for spec in specs)
     batch, heads, time_splits, value_dim, key_dim = specs[0].split_states
     segments = specs[0].operands.segments
@@ -52,6 +46,7 @@ def scan_kernel(
     config = config._replace(stages=stages)
     num_consumer_wgs = config.num_consumer_wgs
     grid = GridIndex(value_dim // config.v_block, len(specs), heads, batch, time_splits)
+    sequences = config.sequences_per_group or batch * heads
 
     def body(
         inputs: Tree,
@@ -64,16 +59,12 @@ def scan_kernel(
         if key_dim > MAX_K_IN_REGISTERS and specs[0].stores_states:
             smem = smem._replace(state=smem.staging[0])
         wg = lax.axis_index("wg")
-        number = cta
-        if sequences_per_group is not None:
-            # Opaque: LLVM would keep more than the index of what it follows from, and ptxas spill it.
-            number = number_by_scans(grid, sequences_per_group, cta) + opaque_zero()
-        index = grid_index(grid, number)
+        index = grid_index(grid, cta)
 
         def run_scan(i: int) -> None:
             common = (specs[i], config, index, flags)
             arrays = _in_gmem(specs[i], inputs[i], outputs[i])
-            steps = _steps(specs[i], inputs[i].segments, index)
+            steps = _steps(specs[i], config, inputs[i].segments, index)
             scan = ScanConsumer(*common, *arrays, steps, smem, barriers[i])
 
             if not config.has_producer:
@@ -106,7 +97,7 @@ def scan_kernel(
         name=name,
         inputs=[spec.operands for spec in specs],
         outputs=[spec.outputs for spec in specs],
-        num_ctas=math.prod(grid),
+        num_ctas=math.prod(grid._replace(head=1, batch=sequences)),
         num_warpgroups=num_consumer_wgs + config.has_producer,
         registers=specs[0].registers.of(num_consumer_wgs)
         if config.has_producer
@@ -134,10 +125,16 @@ def _in_gmem(
 
 
 def _steps(
-    spec: ScanSpec, segments: SegmentTable | None, index: GridIndex
+    spec: ScanSpec,
+    config: ScanConfig,
+    segments: SegmentTable | None,
+    index: GridIndex,
 ) -> StepRange:
-    """Of a CTA's packed segments, or of its time split."""
-    if segments is None:
+    """Of a CTA's packed segments, of its sequences of all groups, or of its time split."""
+    if config.sequences_per_group:
+        num_groups = spec.sequences // config.sequences_per_group
+        first, end = jnp.int32(0), jnp.int32(num_groups * spec.n_chunks)
+    elif segments is None:
         per_split = -(-spec.n_chunks // spec.time_splits)
         first = index.time_split * per_split
         end = jnp.minimum(first + per_split, spec.n_chunks)
@@ -145,23 +142,6 @@ def _steps(
         first = segments.ctas[index.batch, index.time_split, 2]
         end = segments.ctas[index.batch, index.time_split, 3]
     return StepRange(first, end)
-
-
-def number_by_scans(grid: GridIndex, sequences_per_group: int, cta: Index) -> Index:
-    """For `grid_index`, where a group's CTAs of one scan come before those of another, the last scan's first.
-
-    CTAs begin in the order of their numbers, as others end. A group's scan that ends first then makes room for the same
-    scan of the next group.
-    """
-    ctas_of_scan = jnp.int32(grid.v_block * sequences_per_group)
-    ctas_of_group = grid.scan * ctas_of_scan
-    in_group = lax.rem(cta, ctas_of_group)
-    scan = grid.scan - 1 - lax.div(in_group, ctas_of_scan)
-    in_scan = lax.rem(in_group, ctas_of_scan)
-    v_block = lax.rem(in_scan, jnp.int32(grid.v_block))
-    sequence = lax.div(cta, ctas_of_group) * sequences_per_group
-    sequence = sequence + lax.div(in_scan, jnp.int32(grid.v_block))
-    return v_block + grid.v_block * (scan + grid.scan * sequence)
 
 
 def grid_index(grid: GridIndex, number: Index) -> GridIndex:

@@ -31,12 +31,14 @@ MAX_K_IN_REGISTERS = 128
 class ScanConfig(NamedTuple):
     """v_block: columns of V per CTA, 64 for each consumer warpgroup. stages: chunks in flight, at most.
 
-    smem_bytes: what the tiles of a CTA may take.
+    smem_bytes: what the tiles of a CTA may take. sequences_per_group: how many are scanned at a time; a CTA goes on
+    with the same place of the next group. 0: all.
     """
 
     v_block: int = 128
     stages: int = 3
     smem_bytes: int = HOPPER_SMEM_BYTES
+    sequences_per_group: int = 0
 
     @classmethod
     def of(cls, schedule: Schedule, v_block: int) -> "ScanConfig":
@@ -171,6 +173,12 @@ class ScanSpec(NamedTuple):
         if self.operands.span is not None:
             time = self.stores[-1].shape[1]
         return time // CHUNK
+
+    @property
+    def sequences(self) -> int:
+        """Value heads of all rows of the batch."""
+        batch, _, heads, _ = self.operands.chunks.values.shape
+        return batch * heads
 
     def spans(self, num_spans: int) -> EqualSpans:
         """The chunks in so many spans."""

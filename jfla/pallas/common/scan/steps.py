@@ -250,15 +250,11 @@ def backward_scans_kernel(
             operands=operands, time_splits=1, group_chunks=group_chunks
         )
     forward = _states_spec(qk, intra, v, initial, n_chunks, span, segments)
-    sequences_per_group = None
     if beside_grads is not None:
         reverse, forward = signalling_specs(reverse, forward, beside_grads, config)
-        # The states are scanned up to two spans ahead, so that their scan ends first.
         sequences_per_group = beside_grads.sequences_per_group
-        sequences_per_group = sequences_per_group or v.shape[0] * v.shape[2]
-    pending = scan_kernel(
-        (reverse, forward), config, "jfla_backward_scans", sequences_per_group
-    )
+        config = config._replace(sequences_per_group=sequences_per_group)
+    pending = scan_kernel((reverse, forward), config, "jfla_backward_scans")
 
     def resolve(outputs: list[ScanOutputs]) -> tuple[ScanResults, Gmem]:
         backward, states = outputs

@@ -75,7 +75,7 @@ def run_consumer(
 
     @pl.when(ctx.wg == 0)
     def _():
-        ready_flags.release(ctx.span_chunk.number)
+        ready_flags.release(ctx.span_chunk.flag)
 
     plgpu.barrier_wait(ctx.barriers.qk_full)
     write_pair_weights(ctx, sums.weights)
@@ -194,7 +194,7 @@ def grads_gdn(
 
                 def produce(work: WorkTile) -> None:
                     ctx = context(work)
-                    ready_flags.wait(ctx.span_chunk.number)
+                    ready_flags.wait(ctx.span_chunk.flag)
                     produce_chunk(ctx, load_v_tile, load_qk)
 
                 tiles.for_each_tile(produce, cta, 0)

@@ -80,8 +80,8 @@ def run_consumer(
     @pl.when(ctx.wg == 0)
     def _():
         # Of opaque zeros: LLVM would have the flag's address before the loop, and ptxas spill it.
-        number = [x + ctx.zero for x in ctx.index.number]
-        ready_flags.release(tuple(number))
+        flag = [x + ctx.zero for x in ctx.index.flag]
+        ready_flags.release(tuple(flag))
 
     plgpu.barrier_wait(ctx.barriers.qk_full)
     write_weights(ctx, sums.weights)

@@ -175,7 +175,7 @@ def grads_kda(
 
                 def produce(work: WorkTile) -> None:
                     ctx = context(work)
-                    ready_flags.wait(ctx.index.number)
+                    ready_flags.wait(ctx.index.flag)
                     produce_chunk(ctx, load_v_tile, load_qk, prefetch_qkg)
 
                 tiles.for_each_tile(produce, cta, 0)

@@ -80,8 +80,9 @@ def channel_warpgroup(ctx: IntraKdaWarpgroup, outputs: IntraKdaOutputs) -> Index
     write_block_decays(ctx, outputs.with_pairs)
     if outputs.with_pairs:
         begin_pairs(ctx)
+    tell_stores_ended(ctx)
     # For the pairs warpgroup, too, which stores behind `end_pairs`.
-    ctx.ready_flags.wait_for_room(ctx.qk.index.number)
+    ctx.ready_flags.wait_for_room(ctx.qk.index.flag)
     # Zeros of their own: else addresses that several stages need are kept in registers from the first to the last.
     write_later_columns(ctx.recompute_addresses(), outputs.with_pairs)
     num_passes = ctx.num_passes(ctx.wg) if outputs.with_pairs else None
@@ -219,15 +220,23 @@ def scaled(ctx: IntraKdaWarpgroup, which: int, x: Reg) -> Reg:
     return x * ctx.qk.scale(which) if which == Q else x
 
 
+def tell_stores_ended(ctx: IntraKdaWarpgroup) -> None:
+    """Tells the pairs warpgroup, which signals the chunk before, that its stores by this warpgroup have ended.
+
+    Behind `begin_pairs`, for which it has seen the last arrival: a second one in its phase would be lost.
+    """
+    if ctx.ready_flags.flags_gmem is not None:
+        wait_for_stores()
+        plgpu.barrier_arrive(ctx.barriers.stores_ended)
+
+
 def begin_pairs(ctx: IntraKdaWarpgroup) -> None:
     """Waits until the pairs warpgroup has read the operands of the chunk before."""
     plgpu.barrier_wait(ctx.barriers.pairs_empty.at[ctx.wg])
 
 
 def end_pairs(ctx: IntraKdaWarpgroup) -> None:
-    """Hands the operands over; and with them that all stores of the chunk before are done."""
-    if ctx.ready_flags.flags_gmem is not None:
-        wait_for_stores()
+    """Hands the operands over."""
     commit_smem()
     plgpu.barrier_arrive(ctx.barriers.pairs_full.at[ctx.wg])
 
@@ -265,8 +274,7 @@ def store_later_columns(ctx: IntraKdaWarpgroup, column: Reg) -> None:
 
 
 def finish(ctx: IntraKdaWarpgroup, outputs: IntraKdaOutputs) -> None:
-    """Tells the pairs warpgroup that all stores of the last chunk are done."""
-    wait_for_stores()
+    """Ends the last chunk, and observes the last arrival on `pairs_empty`."""
     if outputs.with_pairs:
         begin_pairs(ctx)
-        plgpu.barrier_arrive(ctx.barriers.pairs_full.at[ctx.wg])
+    tell_stores_ended(ctx)

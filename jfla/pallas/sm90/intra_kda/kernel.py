@@ -184,9 +184,8 @@ def _output_shapes(
     grid: PartGrid, key_dim: int, with_pairs: bool, ring: RingChunks
 ) -> IntraKdaOutputs:
     """On the host: a `jax.ShapeDtypeStruct` for each."""
-    lead = grid.chunks.shape
-    of_qk = (*lead[:2], ring.qk or grid.chunks.n_chunks)
-    of_intra = (*lead[:2], ring.intra or grid.chunks.n_chunks)
+    of_qk = grid.chunks.ring_shape(ring.qk)
+    of_intra = grid.chunks.ring_shape(ring.intra)
     qk_from_start = jax.ShapeDtypeStruct((*of_qk, CHUNK, 2 * key_dim), BF16)
     k_to_end = jax.ShapeDtypeStruct((*of_qk, CHUNK, key_dim), BF16)
     square = jax.ShapeDtypeStruct((*of_intra, CHUNK, CHUNK), BF16)
@@ -196,7 +195,7 @@ def _output_shapes(
     block_sums = None
     if with_pairs and not one_block:
         block_sums = jax.ShapeDtypeStruct(
-            (*lead, grid.num_blocks, 2, CHUNK, CHUNK), F32
+            (*grid.chunks.shape, grid.num_blocks, 2, CHUNK, CHUNK), F32
         )
     return IntraKdaOutputs(qk_from_start, k_to_end, decay, a, a, block_sums)
 
@@ -240,6 +239,6 @@ def _run_pairs_warpgroup(
         pairs_warpgroup(ctx_at(work_tile), outputs)
 
     last = scheduler.for_each_tile(step, cta, 0)
-    for tile in range(first.qk.num_tiles):
-        plgpu.barrier_wait(barriers.pairs_full.at[tile])
-    first.ready_flags.signal(first.grid(last).index.number)
+    if first.ready_flags.flags_gmem is not None:
+        plgpu.barrier_wait(barriers.stores_ended)
+        first.ready_flags.signal(first.grid(last).index.flag)

@@ -50,16 +50,12 @@ def pairs_warpgroup(ctx: IntraKdaWarpgroup, outputs: IntraKdaOutputs) -> None:
     if outputs.a_inv is not None:
         commit_smem()
         ctx.prefetch_beta()
+    # Before the sums: the scan waits for the chunk, and this warpgroup for operands of the next one.
+    ctx.signal_previous()
     pairs = sum_over_channels(ctx)
     if outputs.block_sums is not None:
         store_block_sums(ctx, pairs, outputs.block_sums)
         return
-
-    # The channel warpgroups waited for their stores of the chunk before ahead of `pairs_full`; with this
-    # warpgroup's own, all of that chunk is in global memory.
-    @pl.when(ctx.work_tile.has_previous)
-    def _():
-        ctx.ready_flags.signal(ctx.previous_index.number)
 
     wait_for_stores(read_only=True)
     store_a(ctx, pairs, outputs)

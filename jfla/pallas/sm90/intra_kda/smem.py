@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-from jfla.pallas.common.chunk_index import TILE_K, ChunkIndex, ChunkPart, PartGrid
+from jfla.pallas.common.chunk_index import TILE_K, ChunkPart, PartGrid
 from jfla.pallas.common.decay_sums import IN_BLOCK, NUM_BLOCK_SPANS, TO_NEXT_BLOCK
 from jfla.pallas.common.packed_rows import INPUTS, places_of
 from jfla.pallas.common.pair_passes import BLOCK, NUM_BLOCKS, SHIFT, passes_of
@@ -192,10 +192,11 @@ class Barriers(NamedTuple):
     matrices_full: Barrier
     qk_full: Barrier  # [2 chunks * tiles]
     norms: Barrier  # the channel warpgroups wait for each other
-    pairs_full: Barrier  # [tiles]: rows, columns and further pairs; and, once more, all stores are done
+    pairs_full: Barrier  # [tiles]: rows, columns and further pairs
     pairs_empty: Barrier  # [tiles]
     further_empty: Barrier  # [tiles], of chunks that have further pairs
     beta_full: Barrier
+    stores_ended: Barrier  # of the channel warpgroups, of the chunk before; where a scan waits for it
 
     @classmethod
     def specs(cls, gmem: QkgOperands, options: QkOptions, num_tiles: int) -> "Barriers":
@@ -212,6 +213,7 @@ class Barriers(NamedTuple):
             pairs_empty=plgpu.Barrier(num_barriers=num_tiles),
             further_empty=plgpu.Barrier(num_barriers=num_tiles),
             beta_full=plgpu.Barrier(),
+            stores_ended=plgpu.Barrier(num_arrivals=num_tiles),
         )
 
 
@@ -239,11 +241,6 @@ class IntraKdaWarpgroup(NamedTuple):
         return self.work_tile.iteration & 1
 
     @property
-    def previous_index(self) -> ChunkIndex:
-        """This CTA's last chunk."""
-        return self.grid(self.work_tile.previous_index).index
-
-    @property
     def has_all_channels(self) -> bool:
         """Whether K has no other block."""
         return self.grid.num_blocks == 1
@@ -252,7 +249,7 @@ class IntraKdaWarpgroup(NamedTuple):
         """The same with addresses that depend on another opaque zero."""
         zero = self.zero
         index = self.qk.index
-        qk = self.qk._replace(index=index._replace(chunk=index.chunk + zero))
+        qk = self.qk._replace(index=index.offset(zero))
         return self._replace(wg=self.wg + zero, qk=qk)
 
     def decay_sums(self, which: int) -> Reg:
@@ -316,6 +313,17 @@ class IntraKdaWarpgroup(NamedTuple):
             part = self.grid(self.work_tile.next_index, places_of(self.gmem.qkg.q))
             part = part._replace(index=part.index.at_place(place))
             self.prefetch_qk(part, self.work_tile.iteration + 1)
+
+    def signal_previous(self) -> None:
+        """Signals this CTA's chunk before this one, when all warpgroups' stores of it have ended."""
+        if self.ready_flags.flags_gmem is None:
+            return
+        plgpu.barrier_wait(self.barriers.stores_ended)
+
+        @pl.when(self.work_tile.has_previous)
+        def _():
+            previous = self.grid(self.work_tile.previous_index)
+            self.ready_flags.signal(previous.index.flag)
 
     def prefetch_beta(self) -> None:
         """Starts the copy of beta."""
