@@ -11,10 +11,10 @@ first, each from a state that the forward has kept, a span ahead of the scan in 
 from typing import NamedTuple
 
 from jfla.pallas.dims import Dims
-from jfla.pallas.forward_overlap import overlap_schedule
 from jfla.pallas.kernel_times import (
     BACKWARD_SCAN_US,
     CLEARLY_SHORTER,
+    H200_BYTES_PER_US,
     BesideTimes,
     backward_scans_us,
     grads_us,
@@ -66,20 +66,24 @@ def backward_overlap(
         return None
     if dims.segments is not None or dims.n_chunks < 2 * SPAN_CHUNKS[0]:
         return None
-    # Beside KDA's intra-chunk kernel the scan bounds the forward, which would take 5 % more with states to keep.
-    beside_intra = overlap_schedule(op, dims, num_sms, bytes_per_us).num_ctas > 0
-    if not op.scalar_gate and beside_intra:
-        return None
     choices = []
     for sequences in group_sizes(dims, num_sms, in_groups=True):
-        if num_sms > 2 * sequences:
-            choices.append(_of_group(op, dims, sequences, num_sms, bytes_per_us))
+        if num_sms <= 2 * sequences:
+            continue
+        choice = _of_group(op, dims, sequences, num_sms, bytes_per_us)
+        if op.scalar_gate or _was_timed(choice[1], bytes_per_us):
+            choices.append(choice)
     v_block = backward_v_block(op, dims, num_sms, bytes_per_us)
     one_by_one = backward_scans_us(op, dims, v_block, num_sms, bytes_per_us)
     one_by_one += grads_us(op, dims, num_sms, bytes_per_us)
     if not choices or min(choices)[0] >= CLEARLY_SHORTER * one_by_one:
         return None
     return min(choices)[1]
+
+
+def _was_timed(beside: BackwardOverlap, bytes_per_us: float) -> bool:
+    """Whether the launch was timed with a gate per channel: on an H200, with the states of all chunks in memory."""
+    return beside.state_ring == 0 and bytes_per_us >= H200_BYTES_PER_US
 
 
 def _of_group(

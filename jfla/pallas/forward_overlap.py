@@ -94,7 +94,9 @@ def _overlap_of_chains(
             num_groups = dims.sequences // sequences
             us = beside_us(op, dims, columns, wgs, idle_sms, num_groups, ring=ring)
             per_group = 0 if num_groups == 1 else sequences
-            choices.append((us, Overlap(columns, idle_sms, per_group)))
+            found = Overlap(columns, idle_sms, per_group)
+            if not per_group or ring_chunks(dims, found, num_sms):
+                choices.append((us, found))
     return min(choices)
 
 
@@ -118,11 +120,11 @@ def ring_chunks(dims: Dims, overlap: Overlap, num_sms: int) -> int:
     """Chunks of a sequence that the intra-chunk kernel may be ahead of the scan beside it; 0: any number.
 
     The scan's CTAs for all sequences of a group have to be resident, or the intra-chunk kernel would wait for one that
-    cannot begin. They begin in the order in which sequences are made, and those of a group take the places of the group
-    before. Segments side by side have more CTAs than are resident, and so no ring. Padding behind a row's one segment
-    has a CTA that takes the place of the segment's. Where rows differ in length, that of a short row would wait for the
-    end of a long one, whose chunks wait for room in the short one's ring. KDA's kernel tells that a chunk is ready only
-    when its CTA has room for its next chunk: a ring too short to hold both would deadlock.
+    cannot begin; each goes on with a sequence of the next group, whose chunks follow in the same ring. Segments side by
+    side have more CTAs than are resident, and so no ring. Padding behind a row's one segment has a CTA that takes the
+    place of the segment's. Where rows differ in length, that of a short row would wait for the end of a long one, whose
+    chunks wait for room in the short one's ring. A ring that is not twice as long as what is in work makes the
+    intra-chunk kernel wait.
     """
     if not overlap.num_ctas or not dims.are_chains:
         return 0
@@ -130,8 +132,9 @@ def ring_chunks(dims: Dims, overlap: Overlap, num_sms: int) -> int:
     scan_ctas = sequences * -(-dims.value_dim // overlap.v_block)
     chunks_to_next = -(-overlap.num_ctas // sequences)
     ring = -(-RING_TILES // sequences)
-    is_safe = overlap.num_ctas + scan_ctas <= num_sms and ring >= 2 * chunks_to_next
-    return ring if is_safe and ring < dims.n_chunks else 0
+    are_resident = overlap.num_ctas + scan_ctas <= num_sms
+    is_long = ring >= 2 * chunks_to_next
+    return ring if are_resident and is_long and ring < dims.n_chunks else 0
 
 
 def _few_segments(dims: Dims, num_sms: int) -> bool:

@@ -23,11 +23,12 @@ class IntraTimes(NamedTuple):
 
 
 INTRA_US = {
-    False: IntraTimes(alone=5.6, beside_scan=7.2, with_ring=6.2),
+    False: IntraTimes(alone=5.6, beside_scan=7.2, with_ring=5.8),
     True: IntraTimes(alone=8.4, beside_scan=10.8, with_ring=7.6),
 }  # by whether the gate is a scalar
-# Of a chunk, for both kernels side by side with a ring: no division of the GPU took less. None was seen for KDA.
-LEAST_BESIDE_US = {False: 0.0, True: 0.0365}
+# Of a chunk, for both kernels side by side with a ring, by the scan's columns of V a CTA: no division of the GPU took
+# less. Two CTAs of 64 columns read the same q, k and A. None was seen for KDA.
+LEAST_BESIDE_US = {False: {64: 0.0, 128: 0.0}, True: {64: 0.0365, 128: 0.0335}}
 # Of a chunk, by the CTA's columns of V: two warpgroups share the tensor cores where there are 128.
 SCAN_US = {False: {64: 1.25, 128: 2.0}, True: {64: 1.25, 128: 1.85}}
 # The same of segments side by side: a multiprocessor's time for a chunk, with its share of the start of a segment.
@@ -35,7 +36,7 @@ SEGMENT_SCAN_US = {64: 1.55, 128: 2.0}
 # Of a chunk of one of the backward's scans, which store states, by the CTA's columns of V
 BACKWARD_SCAN_US = {64: 1.35, 128: 2.25}
 # What a chunk of the forward's scan takes more where states of spans are kept; a scalar gate's is not counted.
-KEEP_STATES_US = {False: 0.16, True: 0.0}
+KEEP_STATES_US = {False: 0.12, True: 0.0}
 # Of a copy's rate, where these scans or the gradients fill the GPU
 BACKWARD_COPY_SHARE = 0.88
 # Of a chunk, of a CTA of the gradient kernel that waits for no bytes, by whether the gate is a scalar
@@ -176,8 +177,7 @@ def beside_us(
 
         t = max(rounds * t_intra + t_scan / rounds, t_scan)
 
-    because the scan ends a round after the last one; with a ring at least `LEAST_BESIDE_US` a chunk. Where sequences go
-    in groups, both kernels wait while the scan's CTAs for the next group begin.
+    because the scan ends a round after the last one; with a ring at least `LEAST_BESIDE_US` a chunk.
     """
     times = INTRA_US[op.scalar_gate]
     intra_us = times.with_ring if ring else times.beside_scan
@@ -185,8 +185,9 @@ def beside_us(
     rounds = -(-dims.num_chunks // (num_ctas * wgs))
     longest = max(rounds * intra_us + scan_us / rounds, scan_us)
     if ring:
-        longest = max(longest, LEAST_BESIDE_US[op.scalar_gate] * dims.num_chunks)
-    return longest + (num_groups - 1) * NEXT_GROUP_US
+        least_us = LEAST_BESIDE_US[op.scalar_gate][v_block]
+        longest = max(longest, least_us * dims.num_chunks)
+    return longest
 
 
 def segments_us(

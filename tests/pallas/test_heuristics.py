@@ -88,7 +88,7 @@ def test_scans_of_the_backward_take_the_columns_whose_waves_are_shorter(
         ("gdn", 40, 8192, 64, 52),  # 52 multiprocessors prepare as fast as 80 scan
         ("gdn", 48, 8192, 128, 84),
         ("gdn", 56, 8192, 128, 76),
-        ("gdn", 64, 8192, 64, 0),
+        ("gdn", 64, 8192, 128, 68),
         ("gdn", 80, 8192, 128, 52),
         ("kda", 8, 8192, 64, 0),
     ],
@@ -110,7 +110,8 @@ def test_kernels_overlap_in_calls_that_leave_much_of_the_gpu_idle(
         ("gdn", 16, 8192, 16),
         ("gdn", 32, 512, 0),  # no longer than a ring
         ("kda", 64, 8192, 8),  # two groups of sequences
-        ("gdn", 64, 8192, 0),  # one kernel after the other
+        ("gdn", 64, 8192, 4),
+        ("gdn", 96, 8192, 0),  # one kernel after the other
     ],
 )
 def test_results_for_a_scan_alone_lie_in_a_ring(op, heads, time, ring):
@@ -123,16 +124,17 @@ def test_results_for_a_scan_alone_lie_in_a_ring(op, heads, time, ring):
 @pytest.mark.parametrize(
     ("op", "batch", "time", "bytes_per_us", "overlap"),
     [
-        ("kda", 8, 4096, H200_BYTES_PER_US, Overlap(128, 0)),
+        ("kda", 8, 4096, H200_BYTES_PER_US, Overlap(128, 100, sequences_per_group=32)),
+        ("kda", 16, 512, H200_BYTES_PER_US, Overlap(128, 0)),  # no room for a ring
         ("kda", 2, 8192, H200_BYTES_PER_US, Overlap(128, 100, sequences_per_group=32)),
         ("kda", 8, 4096, 3.03e6, Overlap(128, 100, sequences_per_group=32)),
-        ("kda", 8, 1024, 3.03e6, Overlap(128, 0)),
+        ("kda", 8, 1024, 3.03e6, Overlap(128, 100, sequences_per_group=32)),
         # whose scan alone would have a second wave of few CTAs
         ("kda", 5, 4096, H200_BYTES_PER_US, Overlap(128, 100, sequences_per_group=32)),
         ("gdn", 5, 4096, H200_BYTES_PER_US, Overlap(128, 52, sequences_per_group=80)),
         ("gdn", 9, 4096, H200_BYTES_PER_US, Overlap(128, 60, sequences_per_group=72)),
         ("gdn", 3, 4096, H200_BYTES_PER_US, Overlap(128, 0)),
-        ("gdn", 8, 4096, H200_BYTES_PER_US, Overlap(128, 0)),
+        ("gdn", 8, 4096, H200_BYTES_PER_US, Overlap(128, 68, sequences_per_group=64)),
         ("gdn", 6, 4096, 3.03e6, Overlap(128, 68, sequences_per_group=64)),
         ("gdn", 8, 4096, 3.03e6, Overlap(128, 68, sequences_per_group=64)),
         ("gdn", 2, 8192, 3.03e6, Overlap(128, 68)),
