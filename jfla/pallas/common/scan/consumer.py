@@ -170,7 +170,8 @@ class ScanConsumer(ScanCta):
             first = jnp.maximum(end - length, steps.first)
             return lax.fori_loop(first, end, step, state)
 
-        # By the count that it knows ptxas spills 12 bytes with a scalar gate; else 16 with a gate per channel.
+        # With a count that LLVM knows the scan of a scalar gate spills 12 bytes; with one that it does not, the scan of
+        # a gate per channel 16.
         count = opaque(num_spans) if self.spec.scalar_gate else num_spans
         return lax.fori_loop(0, count, scan_span, state)
 
