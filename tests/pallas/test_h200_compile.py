@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 from support.compile_for_h200 import compile_for_h200
 from support.compile_report import check_report, facts
-from support.described_calls import describe
+from support.described_calls import describe, value_and_gradients
 
 import jfla
 from jfla.pallas import support
@@ -207,6 +207,23 @@ def test_groups_of_sequences_compile_without_more_spills(op, capfd, monkeypatch)
     beside = f"jfla_intra_{op}_beside_output_scan"
     assert set(now) == {beside}
     assert now[beside]["spilled bytes"] <= SPILLED.get(beside, 0)
+    assert "serialized" not in now[beside]
+
+
+@pytest.mark.aot
+@pytest.mark.slow
+@pytest.mark.parametrize(("op", "allowed"), [("kda", 0), ("gdn", 4)])
+def test_groups_of_sequences_that_keep_states_spill_few_bytes(
+    op, allowed, capfd, monkeypatch
+):
+    """As on an H200: a loop over chunks in one over spans, in one over groups."""
+    monkeypatch.setitem(os.environ, "MOSAIC_GPU_DUMP_PTXAS", "1")
+    arrays, static = describe(op, (128, 128), raw=False, batch=96, time=4096)
+    compile_for_h200(value_and_gradients(op, static), arrays, None)
+    now = facts("".join(capfd.readouterr()), {})
+    beside = f"jfla_intra_{op}_beside_output_scan"
+    assert f"jfla_backward_scans_beside_grads_{op}" in now
+    assert now[beside]["spilled bytes"] <= allowed
     assert "serialized" not in now[beside]
 
 
