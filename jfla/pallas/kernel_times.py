@@ -45,7 +45,8 @@ GRADS_US = {False: 12.4, True: 5.6}
 # cache lets no more through; of 16 a step waits for its stores, and the producer for room in a ring. With a gate per
 # channel it is the time of a step.
 BACKWARD_BESIDE_US = {False: 2.15, True: 2.9}
-NEXT_GROUP_US = 10  # until a scan's CTAs are those of the next group
+# Between two groups of the backward's scans beside the gradients
+NEXT_GROUP_US = 10
 SEGMENTS_COPY_SHARE = 0.9  # of a copy's rate, beside the scans of segments (an H100)
 
 

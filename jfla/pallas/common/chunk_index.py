@@ -43,7 +43,7 @@ class ChunkIndex(NamedTuple):
             return jnp.int32(0), *self.turn
         return self.batch, self.head, self.chunk
 
-    def offset(self, zero: Index) -> "ChunkIndex":
+    def recompute_addresses(self, zero: Index) -> "ChunkIndex":
         """The same chunk, of which addresses are computed anew from an opaque zero."""
         turn = None
         if self.turn is not None:

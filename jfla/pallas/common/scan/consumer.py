@@ -48,8 +48,8 @@ class ScanConsumer(ScanCta):
             self.start_first_copies()
         if self.gmem.segments is not None:
             self.scan_segments(wg)
-        elif self.num_groups > 1:
-            self.scan_groups_of_sequences(wg)
+        elif self.num_sequences > 1:
+            self.scan_sequences(wg)
         else:
             self.scan(self.steps, wg)
         wait_for_stores()
@@ -77,11 +77,11 @@ class ScanConsumer(ScanCta):
         first = table.ctas[batch, self.index.time_split, 1 if self.spec.reverse else 0]
         lax.while_loop(lambda rank: rank >= 0, scan_one, first)
 
-    def scan_groups_of_sequences(self, wg: Index) -> None:
+    def scan_sequences(self, wg: Index) -> None:
         """Scans this CTA's sequence of every group; the producer goes on from one to the next."""
         n_chunks = self.spec.n_chunks
 
-        @pl.loop(0, self.num_groups)
+        @pl.loop(0, self.num_sequences)
         def _(group):
             first = group * n_chunks
             steps = StepRange(first, first + opaque(n_chunks))

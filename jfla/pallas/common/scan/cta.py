@@ -69,8 +69,8 @@ class ScanCta(NamedTuple):
     barriers: Barrier  # PipelineBarriers, or None without TMA
 
     @property
-    def num_groups(self) -> int:
-        """Of sequences: this CTA scans one of each, and counts steps over all of them."""
+    def num_sequences(self) -> int:
+        """That this CTA scans one behind the other, one of every group; its steps are counted over all of them."""
         per_group = self.config.sequences_per_group
         return self.spec.sequences // per_group if per_group else 1
 
@@ -94,7 +94,7 @@ class ScanCta(NamedTuple):
 
     def at_step(self, i: Index) -> "ScanCta":
         """The same CTA at the sequence of a step."""
-        if self.num_groups == 1:
+        if self.num_sequences == 1:
             return self
         group = lax.div(i, jnp.int32(self.spec.n_chunks))
         return self._replace(index=self.index_in_group(group))

@@ -249,7 +249,7 @@ class IntraKdaWarpgroup(NamedTuple):
         """The same with addresses that depend on another opaque zero."""
         zero = self.zero
         index = self.qk.index
-        qk = self.qk._replace(index=index.offset(zero))
+        qk = self.qk._replace(index=index.recompute_addresses(zero))
         return self._replace(wg=self.wg + zero, qk=qk)
 
     def decay_sums(self, which: int) -> Reg:
