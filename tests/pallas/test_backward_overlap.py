@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.experimental.pallas import mosaic_gpu as plgpu
+from support.flags import record_flags
 from support.kernel_cases import Call, inputs, results, scheduled
 
 from jfla.pallas import scans_and_grads
@@ -218,15 +218,7 @@ def test_scans_beside_the_gradients_give_the_same_bits(
     op, heads, time, value_dim, num_spans, group, monkeypatch
 ):
     """One long span does, too, as on several GPUs, for whose backward the forward keeps more states than it takes."""
-    signals, waits = [], []
-
-    def signal(self: overlap.ReadyFlags, _: Any) -> None:
-        signals.append(self.flags_gmem)
-        plgpu.wait_smem_to_gmem(0)
-
-    def wait(self: overlap.ReadyFlags, _: Any) -> None:
-        waits.append((self.flags_gmem, self.lead.num_writers))
-
+    signals, waits = record_flags(monkeypatch)
     scanned_spans = []
 
     def spy(*args: Any, **kwargs: Any) -> overlap.PendingResults:
@@ -235,9 +227,6 @@ def test_scans_beside_the_gradients_give_the_same_bits(
         return backward_scans_kernel(*args, **kwargs)
 
     monkeypatch.setattr(scans_and_grads, "backward_scans_kernel", spy)
-    monkeypatch.setattr(overlap, "allocate_flags", lambda shape: shape)
-    monkeypatch.setattr(overlap.ReadyFlags, "signal", signal)
-    monkeypatch.setattr(overlap.ReadyFlags, "wait", wait)
     sizes = {"time": time, "heads": heads, "value_dim": value_dim, "group": 1}
     arrays, rest = inputs(Call(op, "raw", **sizes))
     alone = results(scheduled(op), arrays, rest)

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
+from support.flags import record_flags
 from support.kernel_cases import (
     MAIN,
     TOLERANCE,
@@ -19,7 +19,6 @@ from support.kernel_cases import (
 )
 
 import jfla
-from jfla.pallas.mgpu import overlap
 from jfla.pallas.mgpu.launch import launch
 
 CALLS = [
@@ -101,18 +100,7 @@ def test_an_array_that_a_kernel_is_given_twice_goes_in_once():
 )
 def test_intra_beside_the_scan_gives_the_same_bits(op, group_size, monkeypatch):
     """Without races, which interpret mode sees between CTAs; and what waits for stores before it signals them."""
-    signalled, waited = [], []
-
-    def signal(self: overlap.ReadyFlags, _: Any) -> None:
-        signalled.append(self.flags_gmem)
-        plgpu.wait_smem_to_gmem(0)
-
-    def wait(self: overlap.ReadyFlags, _: Any) -> None:
-        waited.append(self.flags_gmem)
-
-    monkeypatch.setattr(overlap, "allocate_flags", lambda shape: shape)
-    monkeypatch.setattr(overlap.ReadyFlags, "signal", signal)
-    monkeypatch.setattr(overlap.ReadyFlags, "wait", wait)
+    recorded = record_flags(monkeypatch)
     arrays, _ = inputs(Call(op, time=300, key_dim=128, value_dim=128))
 
     def run(num_ctas: int) -> jfla.DeltaRuleOutput:
@@ -126,10 +114,10 @@ def test_intra_beside_the_scan_gives_the_same_bits(op, group_size, monkeypatch):
 
     flags = (1, 1, 10) if group_size else (1, 2, 5)
     alone = run(0)
-    assert flags not in signalled
+    assert flags not in recorded.signals
     beside = run(2)
-    assert flags in signalled
-    assert flags in waited
+    assert flags in recorded.signals
+    assert (flags, 1) in recorded.waits
     np.testing.assert_array_equal(
         alone.output.astype("float32"), beside.output.astype("float32")
     )
