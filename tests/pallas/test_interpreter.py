@@ -5,6 +5,7 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax import lax
 from jax._src.pallas.mosaic.interpret.vector_clock import NpVectorClock
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -60,6 +61,50 @@ def test_without_the_barrier_the_race_is_found(capfd):
         said = str(error)
     said += capfd.readouterr().out  # JAX 0.11.2 prints races instead of raising
     assert "RACE DETECTED" in said
+
+
+def arrive_twice(waits: bool) -> jax.Array:
+    """Warpgroup 0 arrives twice at a barrier, for the second time when warpgroup 1 has seen the first, or at once."""
+
+    def body(_inputs, output_gmem, _smem, barriers):
+        full, empty = barriers
+        wg = lax.axis_index("wg")
+
+        def producer():
+            plgpu.barrier_arrive(full)
+            if waits:
+                plgpu.barrier_wait(empty)
+            plgpu.barrier_arrive(full)
+
+        def consumer():
+            plgpu.barrier_wait(full)
+            if waits:
+                plgpu.barrier_arrive(empty)
+            plgpu.barrier_wait(full)
+            output_gmem[...] = jnp.ones((128,), jnp.float32)
+
+        lax.cond(wg == 0, producer, consumer)
+
+    with jfla.pallas.interpret():
+        return launch(
+            body,
+            (),
+            jax.ShapeDtypeStruct((128,), jnp.float32),
+            grid={},
+            num_warpgroups=2,
+            barriers=(plgpu.Barrier(), plgpu.Barrier()),
+            name="arrive_twice",
+        )
+
+
+def test_a_late_warpgroup_sees_each_arrival_that_waits_for_it():
+    with interpreter.late(1):
+        np.testing.assert_array_equal(arrive_twice(waits=True), 1.0)
+
+
+def test_a_late_warpgroup_misses_an_arrival_that_does_not_wait_for_it():
+    with interpreter.late(1), pytest.raises(jax.errors.JaxRuntimeError, match="phase"):
+        jax.block_until_ready(arrive_twice(waits=False))
 
 
 def test_clocks_are_ordered_as_in_jax():

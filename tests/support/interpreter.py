@@ -1,14 +1,19 @@
 """Pallas' interpret mode for GPUs in half the time: callbacks on NumPy arrays, and fewer comparisons of clocks.
 
+Or with one warpgroup that is late, see `late`.
+
 It runs a callback of Python for every access to memory. JAX moves the operands of a callback to a device, and back
 where they are read. Here they stay NumPy arrays. Its race detector compares two vector clocks four times for every pair
 of accesses to a buffer. Here it does so once or twice. What is simulated, and which races are found, stays the same:
 `tests/pallas/test_interpreter.py`.
 """
 
+import contextlib
 import operator
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import numpy as np
 from jax._src import callback as callbacks
@@ -16,6 +21,14 @@ from jax._src.pallas.mosaic.interpret.vector_clock import NpVectorClock
 from jax._src.pallas.mosaic_gpu.interpret import shared_memory
 
 _to_int_of_jax = shared_memory._to_int
+
+_QUIET_SECONDS = 0.02  # longer than XLA needs between two callbacks of a warpgroup
+
+
+class _Callbacks:
+    """Of all threads."""
+
+    last = 0.0  # when it began, by `time.monotonic`
 
 
 def quicken() -> None:
@@ -30,6 +43,7 @@ def call_with_numpy_arrays(
 ) -> list[np.ndarray]:
     """The results of a callback. Copies, because the callback may keep what XLA will write over."""
     del described
+    _Callbacks.last = time.monotonic()
     return [np.asarray(x) for x in callback(*map(np.array, args))]
 
 
@@ -45,3 +59,29 @@ def ordered(self: NpVectorClock, other: NpVectorClock) -> bool:
     if all(map(operator.le, own, others)):
         return own != others
     return all(map(operator.ge, own, others))
+
+
+@contextlib.contextmanager
+def late(warpgroup: int) -> Iterator[None]:
+    """That warpgroup of every CTA looks at a barrier only when the others can go no further.
+
+    If a phase can end twice before it looks, it then does, and JAX raises an error. A GPU would wait for ever.
+    """
+    wait = shared_memory.Barrier.wait
+
+    def wait_late(barrier: Any, thread: Any, *rest: Any, **log: Any) -> None:
+        owner = thread if hasattr(thread, "warpgroup_id") else thread.warpgroup()
+        if owner.warpgroup_id == warpgroup:
+            _until_quiet()
+        wait(barrier, thread, *rest, **log)
+
+    with mock.patch.object(shared_memory.Barrier, "wait", wait_late):
+        yield
+
+
+def _until_quiet() -> None:
+    """Until no thread has begun a callback for a while."""
+    quiet = 0.0
+    while quiet < _QUIET_SECONDS:
+        time.sleep(_QUIET_SECONDS - quiet)
+        quiet = time.monotonic() - _Callbacks.last

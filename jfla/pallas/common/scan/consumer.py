@@ -55,7 +55,7 @@ class ScanConsumer(ScanCta):
         wait_for_stores()
         if self.spec.signals is not None:
             # The producer signals the last chunk.
-            plgpu.barrier_arrive(self.barriers.empty.at[self.stage(self.steps.end)])
+            plgpu.barrier_arrive(self.barriers.empty.at[self.last_stored])
 
     def scan_segments(self, wg: Index) -> None:
         """Scans the CTA's segments one after the other; the producer need not know where one ends."""

@@ -199,12 +199,25 @@ class ScanCta(NamedTuple):
 
         # Every arrival has to be observed, or the barrier is left in the wrong phase. Where chunks are signalled, the
         # consumers arrive once more, behind the last chunk's stores.
-        arrivals_end = end if self.spec.signals is None else end + 1
+        signals = self.spec.signals is not None
 
-        @pl.loop(jnp.maximum(end - stages, first), arrivals_end)
+        @pl.loop(jnp.maximum(end - stages, first), end + 1 if signals else end)
         def _drain(i):
-            self.wait_until_consumed(i)
+            which = self.stage(i)
+            if signals:
+                # One loop for both: with the last one behind it ptxas spills 12 bytes.
+                which = jnp.where(i == end, self.last_stored, which)
+            plgpu.barrier_wait(self.barriers.empty.at[which])
             self.signal_before(i)
+
+    @property
+    def last_stored(self) -> int:
+        """Which `empty` barrier tells that the last chunk's stores have ended, where chunks are signalled.
+
+        One of its own: the producer may be late by as many chunks as there are stages, and that of a stage would lose
+        the second of two arrivals that it has not looked at.
+        """
+        return self.config.stages
 
     def wait_until_consumed(self, i: Index) -> None:
         """Waits until a step's stage is empty; where chunks are signalled, the stores of the one before have ended."""

@@ -274,7 +274,9 @@ class PipelineBarriers(NamedTuple):
     """mbarriers of one scan, one for each pipeline stage."""
 
     full: Barrier  # the chunk is in shared memory: an arrival for each copy
-    empty: Barrier  # the consumers are done with it: an arrival for each warpgroup
+    # The consumers are done with it: an arrival for each warpgroup. One more where chunks are signalled: see
+    # `ScanCta.last_stored`.
+    empty: Barrier
 
 
 def shared_storage(
@@ -326,9 +328,10 @@ def pipeline_barriers(
     """One arrival for each copy of a chunk: the values come in one copy for each consumer warpgroup."""
     if not on_hopper():
         return None
+    signals = spec.signals is not None
     shared = spec.operands.chunks._replace(values=None)
     num_copies = sum(x is not None for x in shared) + num_wgs
     return PipelineBarriers(
         full=plgpu.Barrier(num_arrivals=num_copies, num_barriers=stages),
-        empty=plgpu.Barrier(num_arrivals=num_wgs, num_barriers=stages),
+        empty=plgpu.Barrier(num_arrivals=num_wgs, num_barriers=stages + signals),
     )
