@@ -62,8 +62,8 @@ def ordered(self: NpVectorClock, other: NpVectorClock) -> bool:
 
 
 @contextlib.contextmanager
-def late(warpgroup: int) -> Iterator[None]:
-    """That warpgroup of every CTA looks at a barrier only when the others can go no further.
+def late(warpgroup: int, cta: int | None = None) -> Iterator[None]:
+    """That warpgroup, of every CTA or of one in a cluster, looks at a barrier only when the others can go no further.
 
     If a phase can end twice before it looks, it then does, and JAX raises an error. A GPU would wait for ever.
     """
@@ -71,7 +71,8 @@ def late(warpgroup: int) -> Iterator[None]:
 
     def wait_late(barrier: Any, thread: Any, *rest: Any, **log: Any) -> None:
         owner = thread if hasattr(thread, "warpgroup_id") else thread.warpgroup()
-        if owner.warpgroup_id == warpgroup:
+        of_cta = cta is None or owner.block_id == cta
+        if of_cta and owner.warpgroup_id == warpgroup:
             _until_quiet()
         wait(barrier, thread, *rest, **log)
 
