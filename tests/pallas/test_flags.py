@@ -15,7 +15,7 @@ from jfla.pallas.mgpu import overlap
 
 pytestmark = pytest.mark.interpreted
 
-# Seven chunks in a ring of four, of which intra has one in work.
+# Seven chunks in a ring of four; intra has one of them in work, the scan up to three.
 RING: dict[str, Any] = {"overlap_ctas": 1, "overlap_v_block": 64, "ring_chunks": 4}
 GROUPS = RING | {"ring_chunks": 3, "sequences_per_group": 1}
 # Twelve chunks in six spans.
@@ -49,8 +49,9 @@ def check_same_bits(found: Any, wanted: Any) -> None:
 def test_intra_in_a_ring_beside_the_scan_gives_the_same_bits(op, time, kernels):
     arrays, _ = inputs(Call(op, time=time, key_dim=128))
     alone = forward(scheduled(op, overlap_ctas=0), arrays)
-    with simulated_flags():
+    with simulated_flags() as launches:
         beside = jax.block_until_ready(forward(scheduled(op, **kernels), arrays))
+    assert set(launches) == {f"jfla_intra_{op}_beside_output_scan"}
     check_same_bits(beside, alone)
 
 
@@ -58,9 +59,10 @@ def test_intra_in_a_ring_beside_the_scan_gives_the_same_bits(op, time, kernels):
 def test_scans_in_rings_beside_the_gradients_give_the_same_bits(op):
     arrays, rest = inputs(Call(op, time=760, group=1))
     alone = results(scheduled(op, overlap_ctas=0), arrays, rest)
-    with simulated_flags():
+    with simulated_flags() as launches:
         call = scheduled(op, **BACKWARD_RINGS)
         beside = jax.block_until_ready(results(call, arrays, rest))
+    assert set(launches) == {f"jfla_backward_scans_beside_grads_{op}"}
     check_same_bits(beside, alone)
 
 

@@ -65,13 +65,14 @@ def _signal(flag: Any, **_: Any) -> None:
 
 
 @contextlib.contextmanager
-def simulated_flags(most_looks: int = 20_000) -> Iterator[None]:
-    """Kernels side by side run at the same time, signal and wait, also for room in rings.
+def simulated_flags(most_looks: int = 20_000) -> Iterator[list[str]]:
+    """Kernels side by side run at the same time, signal and wait, also for room in rings: the names of their launches.
 
     A flag that is not set when somebody has looked so often is an error of interpret mode: an index out of bounds.
     """
     flags_shapes = []
     numbers_gmem = []
+    launches: list[str] = []
 
     def wait(flag: Any, value: int, **_: Any) -> None:
         def look(seen: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -96,6 +97,7 @@ def simulated_flags(most_looks: int = 20_000) -> Iterator[None]:
     ) -> Any:
         if "_beside_" not in options["name"]:
             return launch.launch(body, inputs, outputs, grid=grid, **options)
+        launches.append(options["name"])
         num_warpgroups = grid["cta"] * _MOST_WARPGROUPS
         numbers = jnp.zeros((*flags_shapes.pop(), num_warpgroups), jnp.int32)
 
@@ -130,5 +132,5 @@ def simulated_flags(most_looks: int = 20_000) -> Iterator[None]:
             patch.setattr(module, "overlap", with_shape)
         for module in (chunk, scans_and_grads, signalling):
             patch.setattr(module, "interpreting", lambda: False)
-        yield
+        yield launches
     jax.clear_caches()
