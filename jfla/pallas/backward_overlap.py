@@ -84,7 +84,7 @@ def backward_overlap(
 def _was_shorter(beside: BackwardOverlap, bytes_per_us: float) -> bool:
     """Whether the launch was found clearly shorter with a gate per channel: with the states of all chunks, on an H200.
 
-    On an H100, whose step of the scans waits longer for bytes than these estimates say, it was 2 % shorter.
+    On an H100 it was 2 % shorter with 8 rows of 4096 tokens and 32 heads, where these estimates have 5.
     """
     return beside.state_ring == 0 and bytes_per_us >= H200_BYTES_PER_US
 

@@ -1,6 +1,8 @@
 """The quickened interpreter of the tests: it finds races, and orders clocks as JAX does."""
 
 import itertools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,13 @@ from support import interpreter
 
 import jfla
 from jfla.pallas.mgpu.launch import launch
+
+
+def run_two_warpgroups(body: Callable[..., None], **options: Any) -> jax.Array:
+    """What a CTA of two warpgroups leaves in an array [128], interpreted."""
+    out = jax.ShapeDtypeStruct((128,), jnp.float32)
+    with jfla.pallas.interpret():
+        return launch(body, (), out, grid={}, num_warpgroups=2, **options)
 
 
 def exchange(waits: bool) -> jax.Array:
@@ -32,17 +41,12 @@ def exchange(waits: bool) -> jax.Array:
 
         lax.cond(wg == 0, writer, reader)
 
-    with jfla.pallas.interpret():
-        return launch(
-            body,
-            (),
-            jax.ShapeDtypeStruct((128,), jnp.float32),
-            grid={},
-            num_warpgroups=2,
-            smem=plgpu.SMEM((128,), jnp.float32),
-            barriers=plgpu.Barrier(num_barriers=1, num_arrivals=1),
-            name="exchange",
-        )
+    return run_two_warpgroups(
+        body,
+        smem=plgpu.SMEM((128,), jnp.float32),
+        barriers=plgpu.Barrier(num_barriers=1, num_arrivals=1),
+        name="exchange",
+    )
 
 
 def test_tests_run_the_quickened_interpreter():
@@ -85,16 +89,8 @@ def arrive_twice(waits: bool) -> jax.Array:
 
         lax.cond(wg == 0, producer, consumer)
 
-    with jfla.pallas.interpret():
-        return launch(
-            body,
-            (),
-            jax.ShapeDtypeStruct((128,), jnp.float32),
-            grid={},
-            num_warpgroups=2,
-            barriers=(plgpu.Barrier(), plgpu.Barrier()),
-            name="arrive_twice",
-        )
+    barriers = (plgpu.Barrier(), plgpu.Barrier())
+    return run_two_warpgroups(body, barriers=barriers, name="arrive_twice")
 
 
 def test_a_late_warpgroup_sees_each_arrival_that_waits_for_it():

@@ -40,10 +40,12 @@ MOST_WARPGROUPS = 3  # of a CTA of these kernels
     ],
 )
 def test_a_late_warpgroup_misses_no_phase(op, more, kernels, monkeypatch):
-    record_flags(monkeypatch)
+    recorded = record_flags(monkeypatch)
     arrays, rest = inputs(Call(op, time=250, group=1, **more))
     call = scheduled(op, **kernels)
     usual = jax.tree.map(np.asarray, results(call, arrays, rest))
+    has_flags = any(shape is not None for shape in recorded.signals)
+    assert has_flags == (kernels is BESIDE)
     for warpgroup in range(MOST_WARPGROUPS):
         with interpreter.late(warpgroup):
             late = jax.tree.map(np.asarray, results(call, arrays, rest))

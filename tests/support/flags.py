@@ -5,6 +5,7 @@ and a flag an array with a number for every warpgroup that may set it.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -64,6 +65,19 @@ def _signal(flag: Any, **_: Any) -> None:
     flag.at[own][...] = jnp.int32(1)
 
 
+def _wait(flag: Any, value: int, *, most_looks: int, **_: Any) -> None:
+    def look(seen: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        return jnp.sum(flag[...]), seen[1] + 1
+
+    def goes_on(seen: tuple[jax.Array, jax.Array]) -> jax.Array:
+        count, looks = seen
+        return (count < value) & (looks < most_looks)
+
+    count, _ = lax.while_loop(goes_on, look, (jnp.int32(0), jnp.int32(0)))
+    size = flag.shape[-1]
+    flag.at[jnp.where(count < value, size, 0)][...]
+
+
 @contextlib.contextmanager
 def simulated_flags(most_looks: int = 20_000) -> Iterator[list[str]]:
     """Kernels side by side run at the same time, signal and wait, also for room in rings: the names of their launches.
@@ -73,18 +87,7 @@ def simulated_flags(most_looks: int = 20_000) -> Iterator[list[str]]:
     flags_shapes = []
     numbers_gmem = []
     launches: list[str] = []
-
-    def wait(flag: Any, value: int, **_: Any) -> None:
-        def look(seen: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            return jnp.sum(flag[...]), seen[1] + 1
-
-        def goes_on(seen: tuple[jax.Array, jax.Array]) -> jax.Array:
-            count, looks = seen
-            return (count < value) & (looks < most_looks)
-
-        count, _ = lax.while_loop(goes_on, look, (jnp.int32(0), jnp.int32(0)))
-        size = flag.shape[-1]
-        flag.at[jnp.where(count < value, size, 0)][...]
+    wait = functools.partial(_wait, most_looks=most_looks)
 
     def with_shape(
         producing: Any, consume: Callable, flags_shape: Any, lead: Any, **options: Any
@@ -132,5 +135,7 @@ def simulated_flags(most_looks: int = 20_000) -> Iterator[list[str]]:
             patch.setattr(module, "overlap", with_shape)
         for module in (chunk, scans_and_grads, signalling):
             patch.setattr(module, "interpreting", lambda: False)
-        yield launches
-    jax.clear_caches()
+        try:
+            yield launches
+        finally:
+            jax.clear_caches()

@@ -1,11 +1,9 @@
-"""Pallas' interpret mode for GPUs in half the time: callbacks on NumPy arrays, and fewer comparisons of clocks.
+"""Pallas' interpret mode for GPUs in half the time, and with one warpgroup held back at its barriers (`late`).
 
-Or with one warpgroup that is late, see `late`.
-
-It runs a callback of Python for every access to memory. JAX moves the operands of a callback to a device, and back
-where they are read. Here they stay NumPy arrays. Its race detector compares two vector clocks four times for every pair
-of accesses to a buffer. Here it does so once or twice. What is simulated, and which races are found, stays the same:
-`tests/pallas/test_interpreter.py`.
+Interpret mode runs a callback of Python for every access to memory. JAX moves the operands of a callback to a device,
+and back where they are read. Here they stay NumPy arrays. Its race detector compares two vector clocks four times for
+every pair of accesses to a buffer. Here it does so once or twice. What is simulated, and which races are found, stays
+the same: `tests/pallas/test_interpreter.py`.
 """
 
 import contextlib
@@ -26,9 +24,9 @@ _QUIET_SECONDS = 0.02  # longer than XLA needs between two callbacks of a warpgr
 
 
 class _Callbacks:
-    """Of all threads."""
+    """Those of all threads."""
 
-    last = 0.0  # when it began, by `time.monotonic`
+    last = 0.0  # when the last one began, by `time.monotonic`
 
 
 def quicken() -> None:

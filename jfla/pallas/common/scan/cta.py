@@ -205,7 +205,7 @@ class ScanCta(NamedTuple):
         def _drain(i):
             which = self.stage(i)
             if signals:
-                # One loop for both: with the last one behind it ptxas spills 12 bytes.
+                # In this loop: with a wait of its own behind the loop ptxas spills 12 bytes.
                 which = jnp.where(i == end, self.last_stored, which)
             plgpu.barrier_wait(self.barriers.empty.at[which])
             self.signal_before(i)
@@ -214,8 +214,9 @@ class ScanCta(NamedTuple):
     def last_stored(self) -> int:
         """Which `empty` barrier tells that the last chunk's stores have ended, where chunks are signalled.
 
-        One of its own: the producer may be late by as many chunks as there are stages, and that of a stage would lose
-        the second of two arrivals that it has not looked at.
+        It is none of a stage. The consumers may end the last chunk before the producer has looked at their arrivals for
+        the chunks before it. On the barrier of a stage two arrivals would then come in one phase, of which one would be
+        lost, and the producer would wait for ever.
         """
         return self.config.stages
 
