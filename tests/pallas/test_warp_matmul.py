@@ -6,12 +6,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import pallas as pl
 
 import jfla
 from jfla.pallas.mgpu.copies import commit_smem, store_from_layout, write
 from jfla.pallas.mgpu.launch import launch
 from jfla.pallas.mgpu.mma import zeros
-from jfla.pallas.mgpu.moves import load_rows, load_rows_wide
+from jfla.pallas.mgpu.moves import load_own, load_rows, load_rows_wide, store_own
 from jfla.pallas.mgpu.smem import BF16, F32, tile_smem
 from jfla.pallas.mgpu.tile_moves import load_matrix
 from jfla.pallas.mgpu.warp_blocks import only_block
@@ -103,3 +104,19 @@ def test_wide_loads_are_of_the_same_rows():
 
     found = run_kernel(body, x, SIZE, "wide_rows")
     np.testing.assert_array_equal(found, np.abs(x))
+
+
+def test_threads_find_again_what_they_have_left():
+    """In a part of longer rows, over which they may then store in order."""
+    (x,) = draw((SIZE, SIZE), dtype=F32)
+
+    def body(x_gmem: Any, out: Any, _smem: Any, _barriers: Any) -> None:
+        before, own = (out.at[:, pl.ds(first, SIZE)] for first in (0, SIZE))
+        store_own(load_rows(x_gmem), own)
+        found = load_own(own)
+        store_from_layout(before, found)
+        commit_smem()
+        store_from_layout(own, 2 * found)
+
+    found = run_kernel(body, x, 2 * SIZE, "own_elements")
+    np.testing.assert_array_equal(found, np.concatenate([x, 2 * x], axis=1))

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from jax.experimental.mosaic import gpu as mosaic
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir.dialects import nvvm
 
 from jfla.pallas.context import interpreting
 from jfla.pallas.machine import on_hopper
@@ -18,7 +19,14 @@ from jfla.pallas.mgpu.tile_moves import (
     store_transposed,
     store_wide,
 )
-from jfla.pallas.mgpu.types import Barrier, Gmem, Layout, Reg, Smem
+from jfla.pallas.mgpu.types import (
+    Barrier,
+    Gmem,
+    InlineContext,
+    Layout,
+    Reg,
+    Smem,
+)
 
 
 def commit_smem() -> None:
@@ -127,6 +135,25 @@ def wait_for_stores(read_only: bool = False, started_since: int = 0) -> None:
     """Waits for this warpgroup's stores but the last `started_since`, or until their tiles have been read."""
     if on_hopper():
         plgpu.wait_smem_to_gmem(started_since, wait_read_only=read_only)
+
+
+def arrive_after_stores(
+    barrier: Barrier, read_only: bool = False, started_since: int = 0
+) -> None:
+    """On Hopper: `wait_for_stores`, and this warpgroup's arrival at `barrier`, without a barrier between its threads.
+
+    Each thread arrives by itself, and the one that has issued the stores does so when it has waited for them.
+    """
+    if interpreting():
+        plgpu.wait_smem_to_gmem(started_since, wait_read_only=read_only)
+    else:
+
+        @plgpu.inline_mgpu()
+        def wait(_: InlineContext) -> None:
+            nvvm.cp_async_bulk_wait_group(started_since, read=read_only)
+
+        wait()  # pyright: ignore[reportCallIssue]: the first argument is Mosaic's
+    plgpu.barrier_arrive(barrier)
 
 
 def load_with_layout(ref: Gmem | Smem, layout: Layout) -> Reg:

@@ -101,6 +101,11 @@ class MatmulQueue:
     def __init__(self):
         self.issued = 0  # products so far
 
+    def wait(self) -> None:
+        """Waits for all that is in flight: its operands in shared memory may then be written over."""
+        if _asynchronous():
+            plgpu.wgmma_wait(0)
+
     def from_zero[T](self, body: Callable[..., T], *shapes: tuple[int, int]) -> T:
         """`body(*sums)` with a `Sum` of each shape."""
         if not _asynchronous():

@@ -9,7 +9,7 @@ from jax.experimental.mosaic import gpu as mosaic
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm
+from jaxlib.mlir.dialects import arith, llvm, vector
 
 from jfla.pallas.context import interpreting
 from jfla.pallas.mgpu.layouts import TILE_ROWS, WGMMA, WIDE
@@ -22,11 +22,11 @@ from jfla.pallas.mgpu.thread import (
     Thread,
     element_of,
     from_parts,
+    i32,
     multiply_add,
     parts,
     parts_of,
     pointer_at,
-    with_element,
 )
 from jfla.pallas.mgpu.types import (
     Fragments,
@@ -123,28 +123,63 @@ def store_transposed_f32(x: Reg, rows_gmem: Gmem) -> None:
     store(x, rows_gmem)  # pyright: ignore[reportCallIssue]
 
 
-def load_transposed_f32(rows_gmem: Gmem) -> Reg:
-    """[64, rows] float32 of [rows, 64] in global memory, of what the same threads have stored."""
+def store_own(x: Reg, rows_gmem: Gmem) -> None:
+    """x [64, 64] float32 to global memory of that shape, in an order that only `load_own` by the same threads knows.
+
+    A thread stores four of its elements at once. Other threads' elements lie where its own would in order: all threads
+    must have loaded theirs before one stores anything else there.
+    """
     if interpreting():
-        return rows_gmem[...].T
-    count = rows_gmem.shape[0]
-    out: Any = plgpu.ShapeDtypeStruct((TILE_ROWS, count), jnp.dtype(F32), WGMMA)
+        rows_gmem[...] = x
+        return
+
+    @plgpu.inline_mgpu(arg_types=(WGMMA, plgpu.RefType()))
+    def store(_: InlineContext, x: Fragments, rows: MemRef) -> None:
+        registers = parts(x)
+        for column, address in enumerate(_own_addresses(rows)):
+            upper, lower = (registers[column, half] for half in range(HALVES))
+            four = vector.shuffle(upper, lower, [0, 1, 2, 3])
+            llvm.store(four, address)
+
+    store(x, rows_gmem)  # pyright: ignore[reportCallIssue]
+
+
+def load_own(rows_gmem: Gmem) -> Reg:
+    """[64, 64] float32: what `store_own` has left."""
+    if interpreting():
+        return rows_gmem[...]
+    out: Any = plgpu.ShapeDtypeStruct(rows_gmem.shape, jnp.dtype(F32), WGMMA)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=out)
     def load(_: InlineContext, rows: MemRef) -> Fragments:
-        address = _transposed_addresses(rows)
-        f32 = ir.F32Type.get()
-        undefined = llvm.mlir_undef(ir.VectorType.get((2,), f32))
+        vector_type = ir.VectorType.get((2 * HALVES,), ir.F32Type.get())
         registers = {}
-        for column, half in parts_of(count):
-            pair = undefined
-            for n in range(2):
-                element = llvm.load(f32, address(column, half, n))
-                pair = with_element(pair, n, element)
-            registers[column, half] = pair
+        for column, address in enumerate(_own_addresses(rows)):
+            four = llvm.load(vector_type, address)
+            for half in range(HALVES):
+                pair = [2 * half, 2 * half + 1]
+                registers[column, half] = vector.shuffle(four, four, pair)
         return from_parts(registers)
 
     return load(rows_gmem)  # pyright: ignore[reportCallIssue]
+
+
+def _own_addresses(rows: MemRef) -> list[Scalar]:
+    """Where a thread's four elements of every column of parts go: 16 lanes share a line."""
+    thread = Thread()
+    f32 = ir.F32Type.get()
+    (stride, _), _ = ir.MemRefType(rows.type).get_strides_and_offset()
+    pointer = llvm.addrspacecast(
+        llvm.PointerType.get(address_space=1), utils.memref_ptr(rows)
+    )
+    lanes = TILE_ROWS // (2 * HALVES)  # of a row
+    line = multiply_add(thread.warp, BLOCK_ROWS, arith.divui(thread.lane, i32(lanes)))
+    place = arith.muli(arith.remui(thread.lane, i32(lanes)), i32(2 * HALVES))
+    first = pointer_at(pointer, multiply_add(line, stride, place), f32)
+    lines = 32 // lanes  # of an access of a warp
+    return [
+        pointer_at(first, n * lines * stride, f32) for n in range(TILE_ROWS // PART)
+    ]
 
 
 def _transposed_addresses(rows: Any) -> Any:

@@ -31,6 +31,8 @@ def produce_chunk(
         @pl.when(ctx.v_copy_count(v_tile) >= ctx.num_stages)
         def _(stage: Index = stage):
             plgpu.barrier_wait(ctx.barriers.v_empty.at[stage])
+            # Orders what consumers have read there before the copies: cheaper here than in every consumer.
+            plgpu.commit_smem()
 
         load_v_tile(ctx, v_tile, stage)
 
@@ -40,6 +42,7 @@ def produce_chunk(
     @pl.when(ctx.work.iteration > 0)
     def _():
         plgpu.barrier_wait(ctx.barriers.chunk_done)
+        plgpu.commit_smem()
 
     load_qk(ctx)
 

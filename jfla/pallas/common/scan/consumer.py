@@ -19,6 +19,7 @@ from jfla.pallas.common.scan.spec import ChunkTiles, is_state
 from jfla.pallas.common.token_decay import TokenDecay
 from jfla.pallas.machine import on_hopper
 from jfla.pallas.mgpu.copies import (
+    arrive_after_stores,
     commit_smem,
     fits_cp_async,
     load_with_layout,
@@ -234,8 +235,8 @@ class ScanConsumer(ScanCta):
             self.store_staged(which, i, wg, place)
         if self.spec.signals is not None:
             # The producer signals the chunk before, whose stores have had this step's time to end.
-            wait_for_stores(started_since=len(stored))
-            self.refill(i, stage)
+            empty = self.barriers.empty.at[stage]
+            arrive_after_stores(empty, started_since=len(stored))
         return state
 
     def refill(self, i: Index, stage: Index) -> None:

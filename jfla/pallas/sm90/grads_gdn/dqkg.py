@@ -91,7 +91,6 @@ def add_v_tile(ctx: GradsGdnWarpgroup, v_tile: Index, sums: SumsOverV) -> SumsOv
         (sums.dk_to_end, (v_new, dstate)),
         (sums.weights, (do_or_dv, transposed(v_new))),
     )
-    plgpu.commit_smem()  # orders these reads before the copies that reuse the stage
     plgpu.barrier_arrive(ctx.barriers.v_empty.at[stage])
     return SumsOverV(
         dq=dq,

@@ -25,7 +25,7 @@ from jfla.pallas.common.chunk_index import (
 from jfla.pallas.common.packed_rows import Rows, rows_like
 from jfla.pallas.common.qk_tiles import K, Q, QkOptions
 from jfla.pallas.common.results import KernelGrads
-from jfla.pallas.mgpu.copies import Copies
+from jfla.pallas.mgpu.copies import Copies, arrive_after_stores
 from jfla.pallas.mgpu.iota import write_iota
 from jfla.pallas.mgpu.overlap import Kernel, PendingResults, ReadyFlags
 from jfla.pallas.mgpu.registers import RegisterLimits, leave_registers, take_registers
@@ -90,10 +90,8 @@ def run_consumer(
     def _():
         store_dg(ctx, out_gmem)
 
-    # The producer copies the next q and k over the tiles that these stores read.
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    plgpu.commit_smem()
-    plgpu.barrier_arrive(ctx.barriers.chunk_done)
+    # The producer copies the next q and k over the tiles from which dq and dk are stored.
+    arrive_after_stores(ctx.barriers.chunk_done, read_only=True)
 
 
 def load_v_tile(ctx: GradsGdnWarpgroup, v_tile: int, stage: Index) -> None:

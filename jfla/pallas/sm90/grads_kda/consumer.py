@@ -4,7 +4,7 @@ dq, dk and dg are derived in `dqkg.py`; dbeta = (v_new . dv) / beta^2 is docs/ma
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -14,33 +14,35 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jfla.gates import NORM_EPSILON
 from jfla.pallas.common.chunk_index import TILE_K
 from jfla.pallas.common.decay_sums import block_decays, least_within
+from jfla.pallas.common.packed_rows import Rows
 from jfla.pallas.common.pair_passes import NUM_BLOCKS
 from jfla.pallas.common.qk_tiles import K, Q
 from jfla.pallas.common.results import KernelGrads
-from jfla.pallas.mgpu.columns import join_columns, widened
+from jfla.pallas.mgpu.columns import join_columns, split_columns, widened
 from jfla.pallas.mgpu.copies import (
+    arrive_after_stores,
     commit_smem,
     load_with_layout,
     store_tile,
-    wait_for_stores,
     write,
     write_transposed,
 )
 from jfla.pallas.mgpu.iota import iota, per_column, per_row
 from jfla.pallas.mgpu.layouts import COLS, ROWS
-from jfla.pallas.mgpu.mma import dot, dots, load, zeros
-from jfla.pallas.mgpu.moves import store_transposed_f32
+from jfla.pallas.mgpu.mma import MatmulQueue, Sum, dot, load, zeros
+from jfla.pallas.mgpu.moves import load_own, store_transposed_f32
 from jfla.pallas.mgpu.overlap import ReadyFlags
 from jfla.pallas.mgpu.smem import BF16, F32, transposed
-from jfla.pallas.mgpu.types import Index, Reg
+from jfla.pallas.mgpu.thread import PART
+from jfla.pallas.mgpu.types import Reg
 from jfla.pallas.mgpu.warp_blocks import store_columns
 from jfla.pallas.sm90.grads_kda.dqkg import (
     Blocks,
+    SumsOverV,
     add_pairs,
     finish_dg,
     grads_of_states,
     qk_block,
-    write_dg_chunk,
 )
 from jfla.pallas.sm90.grads_kda.smem import (
     DO,
@@ -54,28 +56,11 @@ from jfla.pallas.sm90.grads_kda.smem import (
 from jfla.types import CHUNK
 
 
-class SumsOverV(NamedTuple):
-    """Sums over the columns of V on one consumer: for its 64 channels, and for its weights."""
-
-    dq: Reg  # [64, C]: (do S^T)^T
-    dk: Reg  # [64, C]: (dv S^T)^T
-    dk_to_end: Reg  # [64, C]: (v_new dS^T)^T
-    weights: Reg  # [C, C]: do v_new^T on consumer 0, dv v_new^T on consumer 1
-    state_dot_dstate: Reg  # [64]: rowsum_v(S * dS)
-
-
 def run_consumer(
     ctx: GradsKdaWarpgroup, out_gmem: KernelGrads, ready_flags: ReadyFlags
 ) -> None:
     """Everything that a consumer does with a chunk."""
-    # Issue the loads of g before a stage is freed: behind the producer's next copies of 56 KiB to it they would wait
-    # for some thousand cycles.
-    raw_gate = ctx.qk.load_raw_gate(ctx.gmem.qkg, ctx.own_tile)
-    zero = zeros(TILE_K, CHUNK)
-    none = SumsOverV(zero, zero, zero, zeros(CHUNK, CHUNK), _zero_rows())
-    sums = lax.fori_loop(
-        0, ctx.spec.v_tiles, lambda n, sums: add_v_tile(ctx, n, sums), none
-    )
+    sums, raw_gate = sums_over_v(ctx)
 
     @pl.when(ctx.wg == 0)
     def _():
@@ -96,42 +81,63 @@ def run_consumer(
     @pl.when(ctx.wg < ctx.spec.num_tiles)
     def _():
         write_inv_norms(ctx)
-        write_dg_chunk(ctx, sums.state_dot_dstate)
-        commit_smem()
-        grads = grads_of_states(ctx, sums.dq, sums.dk, sums.dk_to_end, out_gmem.dg)
+        grads = grads_of_states(ctx, sums, out_gmem.dg)
         dq, dk, z = add_pairs(ctx, grads)
-        later = ctx.recompute_addresses()
-        finish_dg(later, z, out_gmem.dg)
-        store_dq_dk(later, dq, dk, out_gmem)
+        store_grads(ctx.recompute_addresses(), dq, dk, z, out_gmem)
 
     store_v_new_dot_dv(ctx, out_gmem)
-    # The producer copies the next q and k over the tiles that these stores read.
-    wait_for_stores(read_only=True)
-    commit_smem()
-    plgpu.barrier_arrive(ctx.barriers.chunk_done)
+    # The producer copies the next q and k over the tiles from which dq and dk are stored.
+    arrive_after_stores(ctx.barriers.chunk_done, read_only=True)
 
 
-def add_v_tile(ctx: GradsKdaWarpgroup, v_tile: Index, sums: SumsOverV) -> SumsOverV:
-    """Waits for 64 columns of V, adds what they give, and frees their stage."""
-    stage = ctx.stage(v_tile)
-    plgpu.barrier_wait(ctx.barriers.v_full.at[stage])
-    do = ctx.value_tile(stage, DO)
-    dv = ctx.value_tile(stage, DV)
-    v_new = ctx.value_tile(stage, V_NEW)
-    state = transposed(ctx.state_tile(stage, STATE))
-    dstate = transposed(ctx.state_tile(stage, DSTATE))
-    product = widened(load(state)) * widened(load(dstate))
-    state_dot_dstate = sums.state_dot_dstate + jnp.sum(product, axis=1)
-    do_or_dv = ctx.smem.values.at[stage, ctx.wg]
-    dq, dk, dk_to_end, weights = dots(
-        (sums.dq, (state, transposed(do))),
-        (sums.dk, (state, transposed(dv))),
-        (sums.dk_to_end, (dstate, transposed(v_new))),
-        (sums.weights, (do_or_dv, transposed(v_new))),
-    )
-    commit_smem()  # orders these reads before the copies that reuse the stage
-    plgpu.barrier_arrive(ctx.barriers.v_empty.at[stage])
-    return SumsOverV(dq, dk, dk_to_end, weights, state_dot_dstate)
+def sums_over_v(ctx: GradsKdaWarpgroup) -> tuple[SumsOverV, Reg]:
+    """Sums over V, 64 columns at a time, and g as the caller passed it.
+
+    The tensor cores have a tile's products while S and dS are multiplied and g is loaded.
+    """
+    queue = MatmulQueue()
+
+    def add_v_tiles(
+        dq: Sum, dk: Sum, dk_to_end: Sum, weights: Sum
+    ) -> tuple[SumsOverV, Reg]:
+        raw_gate: Any = None
+        state_dot_dstate = zeros(TILE_K, PART)
+        for v_tile in range(ctx.spec.v_tiles):
+            # Or addresses would be kept from tile to tile, and spilled.
+            here = ctx.recompute_addresses()
+            stage = here.stage(v_tile)
+            plgpu.barrier_wait(ctx.barriers.v_full.at[stage])
+            do = ctx.value_tile(stage, DO)
+            dv = ctx.value_tile(stage, DV)
+            v_new = ctx.value_tile(stage, V_NEW)
+            state = transposed(here.state_tile(stage, STATE))
+            dstate = transposed(here.state_tile(stage, DSTATE))
+            do_or_dv = ctx.smem.values.at[stage, here.wg]
+            dq.add((state, transposed(do)))
+            dk.add((state, transposed(dv)))
+            dk_to_end.add((dstate, transposed(v_new)))
+            weights.add((do_or_dv, transposed(v_new)))
+            if v_tile == 0:
+                # Before a stage is freed: behind the producer's next copies of 56 KiB to it the loads would wait for
+                # some thousand cycles.
+                raw_gate = ctx.qk.load_raw_gate(ctx.gmem.qkg, ctx.own_tile)
+            product = widened(load(state)) * widened(load(dstate))
+            for columns in split_columns(product, PART):
+                state_dot_dstate = state_dot_dstate + columns
+            queue.wait()
+            plgpu.barrier_arrive(ctx.barriers.v_empty.at[stage])
+        sums = SumsOverV(
+            dq.read(),
+            dk.read(),
+            dk_to_end.read(),
+            weights.read(),
+            jnp.sum(state_dot_dstate, axis=1),
+        )
+        return sums, raw_gate
+
+    per_channel = (TILE_K, CHUNK)
+    shapes = (per_channel, per_channel, per_channel, (CHUNK, CHUNK))
+    return queue.from_zero(add_v_tiles, *shapes)
 
 
 def write_weights(ctx: GradsKdaWarpgroup, weights: Reg) -> None:
@@ -179,26 +185,47 @@ def write_inv_norms(ctx: GradsKdaWarpgroup) -> None:
         ctx.sync_consumers()
     for which, x in zip((Q, K), inverse):
         square_norms.at[which, ctx.own_tile][...] = x
+    commit_smem()
 
 
-def store_dq_dk(
-    ctx: GradsKdaWarpgroup, dq: Blocks, dk: Blocks, out_gmem: KernelGrads
+def store_grads(
+    ctx: GradsKdaWarpgroup, dq: Blocks, dk: Blocks, z: Blocks, out_gmem: KernelGrads
 ) -> None:
-    """Adds pairs i = j; VJPs of the scale and, where all channels are here, of the norms; starts the stores."""
+    """Finishes dq, dk and dg, to which pairs of tokens have been added, and starts their stores."""
+    targets = (out_gmem.dq, out_gmem.dk)
+    grads = with_equal_pairs(ctx, dq, dk)
+    finish_dx(ctx, K, grads[K], targets[K])
+    # dq hides the time of this load. Issued before dk is finished, it would have registers spill, up to 150 bytes.
+    dg_of_states = ctx.for_own_rows(out_gmem.dg, load_own)
+    finish_dx(ctx, Q, grads[Q], targets[Q])
+    dg = finish_dg(ctx, dg_of_states, z)
+    # For the copy engine; and no thread stores dg where another one has still to load `dg_of_states`.
+    commit_smem()
+    for which, target in enumerate(targets):
+        if target.dtype != F32:
+            store = functools.partial(store_tile, ctx.own_qk_tile(which))
+            ctx.for_own_rows(target, store)
+    ctx.for_own_rows(out_gmem.dg, functools.partial(store_transposed_f32, dg))
+
+
+def with_equal_pairs(ctx: GradsKdaWarpgroup, dq: Blocks, dk: Blocks) -> tuple[Reg, Reg]:
+    """dq and dk [64, C] with pairs i = j and the VJP of the scale."""
     diagonal = per_column(load_with_layout(ctx.smem.diagonals.at[Q], COLS), TILE_K)
     q, k = (all_tokens(ctx, which) for which in (Q, K))
     dq_all = (join_columns(dq) + diagonal * k) * ctx.spec.options.scale
     dk_all = join_columns(dk) + diagonal * q
-    for which, dx, target in ((Q, dq_all, out_gmem.dq), (K, dk_all, out_gmem.dk)):
-        if ctx.spec.options.qk_norm and ctx.has_all_channels:
-            dx = norm_vjp(ctx, which, dx)
-        if target.dtype == F32:
-            ctx.for_own_rows(target, functools.partial(store_transposed_f32, dx))
-        else:
-            tile = (ctx.smem.q, ctx.smem.k)[which].at[ctx.own_tile]
-            write_transposed(tile, dx.astype(BF16))
-            commit_smem()
-            ctx.for_own_rows(target, functools.partial(store_tile, tile))
+    return dq_all, dk_all
+
+
+def finish_dx(ctx: GradsKdaWarpgroup, which: int, dx: Reg, target_gmem: Rows) -> None:
+    """dq or dk to shared memory, after the VJP of the norms where all channels are here; float32 to global memory."""
+    if ctx.spec.options.qk_norm and ctx.has_all_channels:
+        dx = norm_vjp(ctx, which, dx)
+    if target_gmem.dtype == F32:
+        store = functools.partial(store_transposed_f32, dx)
+        ctx.for_own_rows(target_gmem, store)
+    else:
+        write_transposed(ctx.own_qk_tile(which), dx.astype(BF16))
 
 
 def all_tokens(ctx: GradsKdaWarpgroup, which: int) -> Reg:
@@ -232,7 +259,3 @@ def store_v_new_dot_dv(ctx: GradsKdaWarpgroup, out_gmem: KernelGrads) -> None:
     def _():
         target = ctx.index.tile(out_gmem.v_new_dot_dv)
         target[...] = load_with_layout(ctx.smem.diagonals.at[K], ROWS)
-
-
-def _zero_rows() -> Reg:
-    return plgpu.layout_cast(jnp.zeros(TILE_K, F32), ROWS)

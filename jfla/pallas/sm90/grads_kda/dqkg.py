@@ -56,11 +56,11 @@ from jfla.pallas.mgpu.columns import (
     split_columns,
     widened,
 )
-from jfla.pallas.mgpu.copies import load_with_layout, write
+from jfla.pallas.mgpu.copies import load_with_layout
 from jfla.pallas.mgpu.iota import per_column, per_row
 from jfla.pallas.mgpu.layouts import COLS, ROWS
 from jfla.pallas.mgpu.mma import dots, load, short_dot, zeros
-from jfla.pallas.mgpu.moves import load_transposed_f32, store_transposed_f32
+from jfla.pallas.mgpu.moves import store_own
 from jfla.pallas.mgpu.opaque import pin
 from jfla.pallas.mgpu.smem import BF16, F32, transposed
 from jfla.pallas.mgpu.types import Gmem, Index, Reg, Smem
@@ -70,6 +70,16 @@ from jfla.types import CHUNK
 Blocks = list[Reg]  # [64, BLOCK] of every block of tokens
 # rows of q and of k [64, BLOCK], and their weights [BLOCK, C]
 Products = tuple[tuple[Reg, Smem], ...]
+
+
+class SumsOverV(NamedTuple):
+    """Sums over the columns of V on one consumer: for its 64 channels, and for its weights."""
+
+    dq: Reg  # [64, C]: (do S^T)^T
+    dk: Reg  # [64, C]: (dv S^T)^T
+    dk_to_end: Reg  # [64, C]: (v_new dS^T)^T
+    weights: Reg  # [C, C]: do v_new^T on consumer 0, dv v_new^T on consumer 1
+    state_dot_dstate: Reg  # [64]: rowsum_v(S * dS)
 
 
 class Grads(NamedTuple):
@@ -91,9 +101,8 @@ class Columns(NamedTuple):
 def qk_block(ctx: GradsKdaWarpgroup, which: int, block: int) -> Reg:
     """[64, BLOCK] float32 of q or k as the recurrence reads it."""
     options = ctx.spec.options
-    tiles = (ctx.smem.q, ctx.smem.k)[which]
     tokens = pl.ds(block * BLOCK, BLOCK)
-    x = widened(load(transposed(tiles.at[ctx.own_tile].at[tokens])))
+    x = widened(load(transposed(ctx.own_qk_tile(which).at[tokens])))
     if options.qk_norm:
         inv_norm = load_with_layout(
             ctx.smem.square_norms.at[which, ctx.own_tile, tokens], COLS
@@ -102,23 +111,24 @@ def qk_block(ctx: GradsKdaWarpgroup, which: int, block: int) -> Reg:
     return x * options.scale if which == Q else x
 
 
-def grads_of_states(
-    ctx: GradsKdaWarpgroup, dq: Reg, dk: Reg, dk_end: Reg, dg_gmem: Gmem
-) -> Grads:
-    """What the states give, from do S^T, dv S^T and v_new dS^T transposed; its part of dg goes to memory."""
+def grads_of_states(ctx: GradsKdaWarpgroup, sums: SumsOverV, dg_gmem: Gmem) -> Grads:
+    """What the states give; the part of dg is left in the memory of dg, for `load_own`."""
     to_next = split_columns(ctx.decay_sums(COLUMN_SUMS), BLOCK)
     dk_end_blocks = [
         x * jnp.exp2(to_next[block]) * ctx.block_decay(TO_CHUNK_END + block)
-        for block, x in enumerate(split_columns(dk_end, BLOCK))
+        for block, x in enumerate(split_columns(sums.dk_to_end, BLOCK))
     ]
     y = [qk_block(ctx, K, block) * x for block, x in enumerate(dk_end_blocks)]
-    dg_chunk = load_with_layout(ctx.smem.dg_chunk.at[ctx.own_tile], ROWS)
+    chunk_decay = load_with_layout(
+        ctx.smem.block_decay.at[ctx.own_tile, ALL_TOKENS], ROWS
+    )
+    dg_chunk = sums.state_dot_dstate * chunk_decay
     before = transposed(ctx.smem.after.at[ctx.zero])  # of a sum over earlier tokens
     dg = sum_over_tokens(per_row(dg_chunk, CHUNK), join_columns(y), before)
-    ctx.for_own_rows(dg_gmem, functools.partial(store_transposed_f32, dg))
+    ctx.for_own_rows(dg_gmem, functools.partial(store_own, dg))
     in_block = split_columns(ctx.decay_sums(ROW_SUMS), BLOCK)
     grads = Grads([], [], [])
-    blocks = zip(split_columns(dq, BLOCK), split_columns(dk, BLOCK))
+    blocks = zip(split_columns(sums.dq, BLOCK), split_columns(sums.dk, BLOCK))
     for block, (dq_block, dk_block) in enumerate(blocks):
         from_start = row_factor(in_block[block]) * ctx.block_decay(
             FROM_CHUNK_START + block
@@ -211,17 +221,7 @@ def rounded(x: Reg) -> Reg:
     return pin(x.astype(BF16))
 
 
-def finish_dg(ctx: GradsKdaWarpgroup, z: Blocks, dg_gmem: Gmem) -> None:
-    """dg of every token, of z and of what `grads_of_states` left in memory."""
+def finish_dg(ctx: GradsKdaWarpgroup, dg_of_states: Reg, z: Blocks) -> Reg:
+    """[64, C]: dg, of what `grads_of_states` has left and of z."""
     x = join_columns(z)
-    acc = ctx.for_own_rows(dg_gmem, load_transposed_f32) + x
-    dg = sum_over_tokens(acc, x, ctx.smem.after.at[ctx.zero])
-    ctx.for_own_rows(dg_gmem, functools.partial(store_transposed_f32, dg))
-
-
-def write_dg_chunk(ctx: GradsKdaWarpgroup, state_dot_dstate: Reg) -> None:
-    """chunk_decay * rowsum_v(S * dS): the cotangent of the sum of all g."""
-    chunk_decay = load_with_layout(
-        ctx.smem.block_decay.at[ctx.own_tile, ALL_TOKENS], ROWS
-    )
-    write(ctx.smem.dg_chunk.at[ctx.own_tile], state_dot_dstate * chunk_decay)
+    return sum_over_tokens(dg_of_states + x, x, ctx.smem.after.at[ctx.zero])

@@ -97,7 +97,6 @@ class SharedStorage(NamedTuple):
     block_spans: Smem  # [1, NUM_BLOCK_SPANS, C] float16
     after: Smem  # [1] tile
     block_decay: Smem  # [tiles, NUM_BLOCK_SPANS] vectors, by channels: the decays over `block_spans`
-    dg_chunk: Smem  # [tiles] vectors, by channels: the term of dg that is the same for every token
     least: Smem  # [tiles] vectors, by channels: the least sum within a block
     diagonals: Smem  # [2] vectors: do . v_new and dv . v_new of every token
     square_norms: Smem  # [2, tiles] vectors
@@ -198,6 +197,10 @@ class GradsKdaWarpgroup(NamedTuple):
         """Of STATE, DSTATE, for this consumer's channels."""
         return self.smem.states.at[stage, self.zero + which, self.own_tile]
 
+    def own_qk_tile(self, which: int) -> Smem:
+        """q or k of this consumer's channels, and then dq or dk."""
+        return (self.smem.q, self.smem.k)[which].at[self.own_tile]
+
     def weights_rows(self, which: int, block: int) -> Smem:
         """[BLOCK, C]: the rows of a block of W_q or W_k."""
         return self.smem.weights.at[self.zero + which].at[pl.ds(block * BLOCK, BLOCK)]
@@ -274,7 +277,6 @@ def _storage_with_stages(
         block_spans=tiles(1, rows=NUM_BLOCK_SPANS, dtype=F16),
         after=tiles(1),
         block_decay=vectors(num_tiles, NUM_BLOCK_SPANS),
-        dg_chunk=vectors(num_tiles),
         least=vectors(num_tiles),
         diagonals=vectors(2),
         square_norms=vectors(2, num_tiles) if spec.options.qk_norm else None,
