@@ -241,7 +241,7 @@ def norm_vjp(ctx: GradsKdaWarpgroup, which: int, dx: Reg) -> Reg:
         x = x * (1.0 / ctx.spec.options.scale)
     sync = ctx.sync_consumers if ctx.spec.num_tiles == KDA_CONSUMERS else commit_smem
     products = ctx.smem.weights
-    sync()  # the weights, or the products of q, have been read
+    sync()  # the weights, or the products of k, have been read
     products.at[ctx.own_tile][...] = (x * dx).astype(BF16)
     sync()
     # A runtime value: a matrix that is known when compiled would be made too late for the tensor cores.
