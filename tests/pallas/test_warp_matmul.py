@@ -12,7 +12,12 @@ import jfla
 from jfla.pallas.mgpu.copies import commit_smem, store_from_layout, write
 from jfla.pallas.mgpu.launch import launch
 from jfla.pallas.mgpu.mma import zeros
-from jfla.pallas.mgpu.moves import load_own, load_rows, load_rows_wide, store_own
+from jfla.pallas.mgpu.moves import (
+    load_rows,
+    load_rows_wide,
+    load_scratch,
+    store_scratch,
+)
 from jfla.pallas.mgpu.smem import BF16, F32, tile_smem
 from jfla.pallas.mgpu.tile_moves import load_matrix
 from jfla.pallas.mgpu.warp_blocks import only_block
@@ -112,8 +117,8 @@ def test_threads_find_again_what_they_have_left():
 
     def body(x_gmem: Any, out: Any, _smem: Any, _barriers: Any) -> None:
         before, own = (out.at[:, pl.ds(first, SIZE)] for first in (0, SIZE))
-        store_own(load_rows(x_gmem), own)
-        found = load_own(own)
+        store_scratch(load_rows(x_gmem), own)
+        found = load_scratch(own)
         store_from_layout(before, found)
         commit_smem()
         store_from_layout(own, 2 * found)

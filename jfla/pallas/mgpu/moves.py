@@ -123,11 +123,11 @@ def store_transposed_f32(x: Reg, rows_gmem: Gmem) -> None:
     store(x, rows_gmem)  # pyright: ignore[reportCallIssue]
 
 
-def store_own(x: Reg, rows_gmem: Gmem) -> None:
-    """x [64, 64] float32 to global memory of that shape, in an order that only `load_own` by the same threads knows.
+def store_scratch(x: Reg, rows_gmem: Gmem) -> None:
+    """x [64, 64] float32 to scratch in global memory of that shape, from which each thread can load what it has stored.
 
-    A thread stores four of its elements at once. Other threads' elements lie where its own would in order: all threads
-    must have loaded theirs before one stores anything else there.
+    A thread stores four of its elements at once, and so the elements are not in the array's order. Before any thread
+    stores results over the scratch, all threads must have loaded theirs: else one would load a result.
     """
     if interpreting():
         rows_gmem[...] = x
@@ -136,7 +136,7 @@ def store_own(x: Reg, rows_gmem: Gmem) -> None:
     @plgpu.inline_mgpu(arg_types=(WGMMA, plgpu.RefType()))
     def store(_: InlineContext, x: Fragments, rows: MemRef) -> None:
         registers = parts(x)
-        for column, address in enumerate(_own_addresses(rows)):
+        for column, address in enumerate(_scratch_addresses(rows)):
             upper, lower = (registers[column, half] for half in range(HALVES))
             four = vector.shuffle(upper, lower, [0, 1, 2, 3])
             llvm.store(four, address)
@@ -144,8 +144,8 @@ def store_own(x: Reg, rows_gmem: Gmem) -> None:
     store(x, rows_gmem)  # pyright: ignore[reportCallIssue]
 
 
-def load_own(rows_gmem: Gmem) -> Reg:
-    """[64, 64] float32: what `store_own` has left."""
+def load_scratch(rows_gmem: Gmem) -> Reg:
+    """[64, 64] float32: what `store_scratch` of the same threads has stored there."""
     if interpreting():
         return rows_gmem[...]
     out: Any = plgpu.ShapeDtypeStruct(rows_gmem.shape, jnp.dtype(F32), WGMMA)
@@ -154,7 +154,7 @@ def load_own(rows_gmem: Gmem) -> Reg:
     def load(_: InlineContext, rows: MemRef) -> Fragments:
         vector_type = ir.VectorType.get((2 * HALVES,), ir.F32Type.get())
         registers = {}
-        for column, address in enumerate(_own_addresses(rows)):
+        for column, address in enumerate(_scratch_addresses(rows)):
             four = llvm.load(vector_type, address)
             for half in range(HALVES):
                 pair = [2 * half, 2 * half + 1]
@@ -164,7 +164,7 @@ def load_own(rows_gmem: Gmem) -> Reg:
     return load(rows_gmem)  # pyright: ignore[reportCallIssue]
 
 
-def _own_addresses(rows: MemRef) -> list[Scalar]:
+def _scratch_addresses(rows: MemRef) -> list[Scalar]:
     """Where a thread's four elements of every column of parts go: 16 lanes share a line."""
     thread = Thread()
     f32 = ir.F32Type.get()

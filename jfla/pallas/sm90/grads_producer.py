@@ -31,7 +31,8 @@ def produce_chunk(
         @pl.when(ctx.v_copy_count(v_tile) >= ctx.num_stages)
         def _(stage: Index = stage):
             plgpu.barrier_wait(ctx.barriers.v_empty.at[stage])
-            # Orders what consumers have read there before the copies: cheaper here than in every consumer.
+            # Orders what the consumers have read in the stage before the copies to it. A consumer's own fence would
+            # wait for all of its loads and stores in flight.
             plgpu.commit_smem()
 
         load_v_tile(ctx, v_tile, stage)
@@ -42,7 +43,7 @@ def produce_chunk(
     @pl.when(ctx.work.iteration > 0)
     def _():
         plgpu.barrier_wait(ctx.barriers.chunk_done)
-        plgpu.commit_smem()
+        plgpu.commit_smem()  # the same for the tiles of q and k
 
     load_qk(ctx)
 

@@ -30,7 +30,7 @@ from jfla.pallas.mgpu.copies import (
 from jfla.pallas.mgpu.iota import iota, per_column, per_row
 from jfla.pallas.mgpu.layouts import COLS, ROWS
 from jfla.pallas.mgpu.mma import MatmulQueue, Sum, dot, load, zeros
-from jfla.pallas.mgpu.moves import load_own, store_transposed_f32
+from jfla.pallas.mgpu.moves import load_scratch, store_transposed_f32
 from jfla.pallas.mgpu.overlap import ReadyFlags
 from jfla.pallas.mgpu.smem import BF16, F32, transposed
 from jfla.pallas.mgpu.thread import PART
@@ -103,23 +103,24 @@ def sums_over_v(ctx: GradsKdaWarpgroup) -> tuple[SumsOverV, Reg]:
         raw_gate: Any = None
         state_dot_dstate = zeros(TILE_K, PART)
         for v_tile in range(ctx.spec.v_tiles):
-            # Or addresses would be kept from tile to tile, and spilled.
-            here = ctx.recompute_addresses()
-            stage = here.stage(v_tile)
+            # With the same addresses in every tile LLVM would keep them from tile to tile, and ptxas spill them.
+            tile_ctx = ctx.recompute_addresses()
+            stage = tile_ctx.stage(v_tile)
             plgpu.barrier_wait(ctx.barriers.v_full.at[stage])
             do = ctx.value_tile(stage, DO)
             dv = ctx.value_tile(stage, DV)
             v_new = ctx.value_tile(stage, V_NEW)
-            state = transposed(here.state_tile(stage, STATE))
-            dstate = transposed(here.state_tile(stage, DSTATE))
-            do_or_dv = ctx.smem.values.at[stage, here.wg]
+            state = transposed(tile_ctx.state_tile(stage, STATE))
+            dstate = transposed(tile_ctx.state_tile(stage, DSTATE))
+            do_or_dv = ctx.smem.values.at[stage, tile_ctx.wg]
             dq.add((state, transposed(do)))
             dk.add((state, transposed(dv)))
             dk_to_end.add((dstate, transposed(v_new)))
             weights.add((do_or_dv, transposed(v_new)))
             if v_tile == 0:
-                # Before a stage is freed: behind the producer's next copies of 56 KiB to it the loads would wait for
-                # some thousand cycles.
+                # g is loaded before the first stage is freed: behind the producer's next copies of 56 KiB to it the
+                # loads would wait for some thousand cycles. And it is loaded behind the wait for that stage: the poll
+                # of its barrier would wait in one queue with the loads.
                 raw_gate = ctx.qk.load_raw_gate(ctx.gmem.qkg, ctx.own_tile)
             product = widened(load(state)) * widened(load(dstate))
             for columns in split_columns(product, PART):
@@ -195,11 +196,12 @@ def store_grads(
     targets = (out_gmem.dq, out_gmem.dk)
     grads = with_equal_pairs(ctx, dq, dk)
     finish_dx(ctx, K, grads[K], targets[K])
-    # dq hides the time of this load. Issued before dk is finished, it would have registers spill, up to 150 bytes.
-    dg_of_states = ctx.for_own_rows(out_gmem.dg, load_own)
+    # While dq is finished, this load is in flight. Issued before dk is finished, it makes ptxas spill up to 150 bytes.
+    dg_of_states = ctx.for_own_rows(out_gmem.dg, load_scratch)
     finish_dx(ctx, Q, grads[Q], targets[Q])
     dg = finish_dg(ctx, dg_of_states, z)
-    # For the copy engine; and no thread stores dg where another one has still to load `dg_of_states`.
+    # The copy engine reads the tiles of dq and dk. And every thread has loaded its part of `dg_of_states`, which is not
+    # in the order of dg, before any thread stores dg over it.
     commit_smem()
     for which, target in enumerate(targets):
         if target.dtype != F32:

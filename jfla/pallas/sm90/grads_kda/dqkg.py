@@ -60,7 +60,7 @@ from jfla.pallas.mgpu.copies import load_with_layout
 from jfla.pallas.mgpu.iota import per_column, per_row
 from jfla.pallas.mgpu.layouts import COLS, ROWS
 from jfla.pallas.mgpu.mma import dots, load, short_dot, zeros
-from jfla.pallas.mgpu.moves import store_own
+from jfla.pallas.mgpu.moves import store_scratch
 from jfla.pallas.mgpu.opaque import pin
 from jfla.pallas.mgpu.smem import BF16, F32, transposed
 from jfla.pallas.mgpu.types import Gmem, Index, Reg, Smem
@@ -112,7 +112,7 @@ def qk_block(ctx: GradsKdaWarpgroup, which: int, block: int) -> Reg:
 
 
 def grads_of_states(ctx: GradsKdaWarpgroup, sums: SumsOverV, dg_gmem: Gmem) -> Grads:
-    """What the states give; the part of dg is left in the memory of dg, for `load_own`."""
+    """What the states give. Their part of dg is stored as scratch where dg will be."""
     to_next = split_columns(ctx.decay_sums(COLUMN_SUMS), BLOCK)
     dk_end_blocks = [
         x * jnp.exp2(to_next[block]) * ctx.block_decay(TO_CHUNK_END + block)
@@ -125,7 +125,7 @@ def grads_of_states(ctx: GradsKdaWarpgroup, sums: SumsOverV, dg_gmem: Gmem) -> G
     dg_chunk = sums.state_dot_dstate * chunk_decay
     before = transposed(ctx.smem.after.at[ctx.zero])  # of a sum over earlier tokens
     dg = sum_over_tokens(per_row(dg_chunk, CHUNK), join_columns(y), before)
-    ctx.for_own_rows(dg_gmem, functools.partial(store_own, dg))
+    ctx.for_own_rows(dg_gmem, functools.partial(store_scratch, dg))
     in_block = split_columns(ctx.decay_sums(ROW_SUMS), BLOCK)
     grads = Grads([], [], [])
     blocks = zip(split_columns(sums.dq, BLOCK), split_columns(sums.dk, BLOCK))
