@@ -20,22 +20,25 @@ from jfla.pallas.kernel_times import (
     grads_us,
     keep_states_us,
 )
-from jfla.pallas.splits import backward_v_block, group_sizes, num_spans, time_splits
+from jfla.pallas.splits import (
+    backward_v_block,
+    equal_group_sizes,
+    group_sizes,
+    num_spans,
+    time_splits,
+)
 from jfla.types import Op
 
 # The fewest and the most of a span. Nothing runs beside the scan of the states in its first span, so that long spans
 # cost the backward time, and the forward stores a state for each, so that short ones cost time and memory.
 SPAN_CHUNKS = (8, 32)
-# The fewest where bytes bound the launch: more of them cost more than a shorter start saves.
+# The fewest with a gate per channel, and where bytes bound the launch: more spans cost more than a shorter start saves.
 SPAN_CHUNKS_BY_BYTES = 16
-# Of KDA, whose scans take as long as its gradients. Up to 64 chunks then need no ring of states, and the scan of the
-# states does not wait for room.
-KDA_SPAN_CHUNKS = 32
 # Chunks of a sequence's dS beyond those that the gradient kernel has in work. Of a longer ring the second-level cache
 # has lost the first chunks when they are read. With so many the scan issues copies before signals, see
 # `ScanCta.signals_behind_copies`.
 DSTATE_RING_SLACK = 3
-# The same where bytes bound the launch, which took longer with a longer ring.
+# The same of a scalar gate where bytes bound the launch, which took longer with a longer ring.
 DSTATE_RING_SLACK_BY_BYTES = 2
 LEAST_IN_WORK = 3  # chunks of a sequence
 # Chunks of the states' ring beyond two spans. A producer waits for room for a chunk before it has signalled the last
@@ -66,27 +69,20 @@ def backward_overlap(
         return None
     if dims.segments is not None or dims.n_chunks < 2 * SPAN_CHUNKS[0]:
         return None
-    choices = []
-    for sequences in group_sizes(dims, num_sms, in_groups=True):
-        if num_sms <= 2 * sequences:
-            continue
-        choice = _of_group(op, dims, sequences, num_sms, bytes_per_us)
-        if op.scalar_gate or _was_shorter(choice[1], bytes_per_us):
-            choices.append(choice)
+    # On an H100 the launch was 2 % shorter with 8 rows of 4096 tokens and 32 heads, where these estimates have 5.
+    if not op.scalar_gate and bytes_per_us < H200_BYTES_PER_US:
+        return None
+    # With a scalar gate a smaller last group was slower.
+    sizes = equal_group_sizes(dims) if op.scalar_gate else group_sizes(dims)
+    choices = [
+        _of_group(op, dims, n, num_sms, bytes_per_us) for n in sizes if 2 * n < num_sms
+    ]
     v_block = backward_v_block(op, dims, num_sms, bytes_per_us)
     one_by_one = backward_scans_us(op, dims, v_block, num_sms, bytes_per_us)
     one_by_one += grads_us(op, dims, num_sms, bytes_per_us)
     if not choices or min(choices)[0] >= CLEARLY_SHORTER * one_by_one:
         return None
     return min(choices)[1]
-
-
-def _was_shorter(beside: BackwardOverlap, bytes_per_us: float) -> bool:
-    """Whether the launch was found clearly shorter with a gate per channel: with the states of all chunks, on an H200.
-
-    On an H100 it was 2 % shorter with 8 rows of 4096 tokens and 32 heads, where these estimates have 5.
-    """
-    return beside.state_ring == 0 and bytes_per_us >= H200_BYTES_PER_US
 
 
 def _of_group(
@@ -96,9 +92,7 @@ def _of_group(
     grads_ctas = num_sms - 2 * sequences
     times = BesideTimes.of(op, dims, sequences, grads_ctas, bytes_per_us)
     wanted = SPAN_CHUNKS[0]
-    if not op.scalar_gate:
-        wanted = KDA_SPAN_CHUNKS
-    elif times.bound_by_bytes:
+    if not op.scalar_gate or times.bound_by_bytes:
         wanted = SPAN_CHUNKS_BY_BYTES
     spans = _short_spans(dims.n_chunks, num_spans(op, dims, num_sms), wanted)
     length = -(-dims.n_chunks // spans)
@@ -109,9 +103,8 @@ def _of_group(
         state_ring = 0
     in_groups = sequences < dims.sequences
     dstate_ring = max(-(-grads_ctas // sequences), LEAST_IN_WORK)
-    dstate_ring += (
-        DSTATE_RING_SLACK_BY_BYTES if times.bound_by_bytes else DSTATE_RING_SLACK
-    )
+    short_ring = op.scalar_gate and times.bound_by_bytes
+    dstate_ring += DSTATE_RING_SLACK_BY_BYTES if short_ring else DSTATE_RING_SLACK
     group = sequences if in_groups else 0
     return us, BackwardOverlap(grads_ctas, spans, group, state_ring, dstate_ring)
 

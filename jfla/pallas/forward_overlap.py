@@ -12,7 +12,7 @@ from jfla.pallas.kernel_times import (
     segments_us,
 )
 from jfla.pallas.splits import (
-    group_sizes,
+    equal_group_sizes,
     intra_wgs,
     scan_v_block,
     time_splits,
@@ -87,7 +87,8 @@ def _overlap_of_chains(
     for columns in set(v_blocks(dims)):
         # The intra-chunk kernel ends at the last chunk that has tokens, which of groups is not the last in order.
         in_groups = ring and dims.segments is None
-        for sequences in group_sizes(dims, num_sms, in_groups):
+        sizes = equal_group_sizes(dims) if in_groups else [dims.sequences]
+        for sequences in sizes:
             idle_sms = num_sms - sequences * (dims.value_dim // columns)
             if idle_sms <= 0:
                 continue

@@ -40,13 +40,15 @@ KEEP_STATES_US = {False: 0.12, True: 0.0}
 # Of a copy's rate, where these scans or the gradients fill the GPU
 BACKWARD_COPY_SHARE = 0.88
 # Of a chunk, of a CTA of the gradient kernel that waits for no bytes, by whether the gate is a scalar
-GRADS_US = {False: 12.4, True: 5.6}
+GRADS_US = {False: 11.5, True: 5.6}
 # The least for a chunk of all sequences beside the gradients. Of 32 sequences of a scalar gate an H200's second-level
 # cache lets no more through; of 16 a step waits for its stores, and the producer for room in a ring. With a gate per
 # channel it is the time of a step.
-BACKWARD_BESIDE_US = {False: 2.15, True: 2.9}
-# Between two groups of the backward's scans beside the gradients
-NEXT_GROUP_US = 10
+BACKWARD_BESIDE_US = {False: 2.36, True: 2.9}
+# What the second-level cache spares them and the gradients, in stores or loads of a state
+SPARED_STATES = {False: 1.4, True: 2.0}
+# Between two groups of the backward's scans beside the gradients; none was seen of a gate per channel.
+NEXT_GROUP_US = {False: 0.0, True: 10.0}
 SEGMENTS_COPY_SHARE = 0.9  # of a copy's rate, beside the scans of segments (an H100)
 
 
@@ -137,22 +139,24 @@ class BesideTimes(NamedTuple):
     def of(
         cls, op: Op, dims: Dims, sequences: int, grads_ctas: int, bytes_per_us: float
     ) -> "BesideTimes":
-        """Scans of so many sequences at a time, and the gradients on other CTAs.
-
-        What the second-level cache spares was seen to be about as much as a store and a load of dS.
-        """
-        num_groups = dims.sequences // sequences
+        """Scans of so many sequences at a time, the last of those that are left, and the gradients on other CTAs."""
         of_scans = ChunkBytes.of(op, dims).backward_scans
-        chunk_bytes = of_scans + _grads_bytes(op, dims) - 2 * _state_bytes(dims)
-        bytes_us = sequences * chunk_bytes / (BACKWARD_COPY_SHARE * bytes_per_us)
-        chunk_us = max(
-            BACKWARD_BESIDE_US[op.scalar_gate],
-            sequences * GRADS_US[op.scalar_gate] / grads_ctas,
-        )
-        total_us = num_groups * (
-            dims.n_chunks * max(chunk_us, bytes_us) + NEXT_GROUP_US
-        )
-        return cls(total_us, bytes_us > chunk_us)
+        spared = SPARED_STATES[op.scalar_gate] * _state_bytes(dims)
+        chunk_bytes = of_scans + _grads_bytes(op, dims) - spared
+        bytes_us = chunk_bytes / (BACKWARD_COPY_SHARE * bytes_per_us)
+        work_us = GRADS_US[op.scalar_gate] / grads_ctas
+        step_us = BACKWARD_BESIDE_US[op.scalar_gate]
+
+        def group_us(size: int) -> float:
+            step = max(step_us, size * work_us, size * bytes_us)
+            return dims.n_chunks * step + NEXT_GROUP_US[op.scalar_gate]
+
+        full_groups, rest = divmod(dims.sequences, sequences)
+        total_us = full_groups * group_us(sequences)
+        if rest:
+            total_us += group_us(rest)
+        bound_by_bytes = sequences * bytes_us > max(step_us, sequences * work_us)
+        return cls(total_us, bound_by_bytes)
 
 
 def _waves_us(ctas: int, num_sms: int, chain_us: float, bytes_us: float) -> float:

@@ -94,9 +94,11 @@ def num_spans(op: Op, dims: Dims, num_sms: int) -> int:
     return NUM_SPANS if dims.key_dim <= 128 and time_splits(dims, num_sms) == 1 else 0
 
 
-def group_sizes(dims: Dims, num_sms: int, in_groups: bool) -> list[int]:
-    """Numbers of sequences that a group may have: all, or any divisor that leaves multiprocessors idle."""
-    if not in_groups:
-        return [dims.sequences]
-    most = min(dims.sequences, num_sms)
-    return [n for n in range(1, most + 1) if dims.sequences % n == 0]
+def equal_group_sizes(dims: Dims) -> list[int]:
+    """Numbers of sequences that each group may have."""
+    return [n for n in range(1, dims.sequences + 1) if dims.sequences % n == 0]
+
+
+def group_sizes(dims: Dims) -> list[int]:
+    """The same where the last group may have fewer: for every number of groups the least."""
+    return sorted({-(-dims.sequences // n) for n in range(1, dims.sequences + 1)})

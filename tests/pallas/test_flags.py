@@ -18,6 +18,8 @@ pytestmark = pytest.mark.interpreted
 # Seven chunks in a ring of four; intra has one of them in work, the scan up to three.
 RING: dict[str, Any] = {"overlap_ctas": 1, "overlap_v_block": 64, "ring_chunks": 4}
 GROUPS = RING | {"ring_chunks": 3, "sequences_per_group": 1}
+# Of three sequences, the last alone.
+UNEVEN_GROUPS = GROUPS | {"sequences_per_group": 2}
 # Twelve chunks in six spans.
 BACKWARD_RINGS = {
     "overlap_ctas": 0,
@@ -42,12 +44,14 @@ def check_same_bits(found: Any, wanted: Any) -> None:
     [
         pytest.param("gdn", 420, RING, id="gdn-ring", marks=pytest.mark.slow),
         pytest.param("gdn", 250, GROUPS, id="gdn-groups"),
+        pytest.param("gdn", 250, UNEVEN_GROUPS, id="gdn-uneven-groups"),
         pytest.param("kda", 420, RING, id="kda-ring", marks=pytest.mark.slow),
         pytest.param("kda", 250, GROUPS, id="kda-groups"),
     ],
 )
 def test_intra_in_a_ring_beside_the_scan_gives_the_same_bits(op, time, kernels):
-    arrays, _ = inputs(Call(op, time=time, key_dim=128))
+    heads = {"heads": 3, "group": 1} if kernels == UNEVEN_GROUPS else {}
+    arrays, _ = inputs(Call(op, time=time, key_dim=128, **heads))
     alone = forward(scheduled(op, overlap_ctas=0), arrays)
     with simulated_flags() as launches:
         beside = jax.block_until_ready(forward(scheduled(op, **kernels), arrays))

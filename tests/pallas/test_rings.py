@@ -41,6 +41,29 @@ def test_nothing_waits_in_a_ring_for_what_may_never_run(
     assert found.ring_chunks < n_chunks
 
 
+@settings(deadline=None)
+@given(
+    sequences=st.integers(1, 40),
+    group=st.integers(1, 40),
+    n_chunks=st.integers(1, 9),
+)
+def test_groups_take_turns_in_rings(sequences, group, n_chunks):
+    """Tile by tile, the last group with fewer sequences: a ring's chunks follow each other, and each has a flag."""
+    group = min(group, sequences)
+    grid = ChunkGrid(1, sequences, n_chunks, group)
+    index = grid(jnp.arange(40 * 9))  # of one shape, which is compiled once
+    tiles = [
+        (first + place, chunk, place, first // group * n_chunks + chunk)
+        for first in range(0, sequences, group)
+        for chunk in range(n_chunks)
+        for place in range(min(group, sequences - first))
+    ]
+    found = np.stack([index.head, index.chunk, *index.flag[1:]], axis=-1)
+    found = found[: grid.num_tiles]
+    np.testing.assert_array_equal(found, tiles)
+    assert (found[:, 2:] < grid.flags_shape[1:]).all()
+
+
 MOST_TILES = 8 * 64 * 40
 
 

@@ -124,7 +124,7 @@ class ChunkGrid(NamedTuple):
     batch: int
     heads: int
     n_chunks: int
-    sequences_per_group: int = 0  # divides B HV; 0: all
+    sequences_per_group: int = 0  # the last group has the rest; 0: all
     descending: bool = False  # the last chunks come first
 
     @property
@@ -147,14 +147,11 @@ class ChunkGrid(NamedTuple):
         batch = jnp.int32(self.batch)
         turn = None
         if self.sequences_per_group:
-            group_size = jnp.int32(self.sequences_per_group)
+            place, number = self._turn(tile_index)
             n_chunks = jnp.int32(self.n_chunks)
-            rest = lax.div(tile_index, group_size)
-            chunk = lax.rem(rest, n_chunks)
-            first = lax.div(rest, n_chunks) * group_size
-            place = lax.rem(tile_index, group_size)
-            sequence = first + place
-            turn = None if self.descending else (place, rest)
+            chunk = lax.rem(number, n_chunks)
+            sequence = lax.div(number, n_chunks) * self.sequences_per_group + place
+            turn = None if self.descending else (place, number)
             row = lax.div(sequence, heads)
             head = lax.rem(sequence, heads)
         else:
@@ -165,6 +162,22 @@ class ChunkGrid(NamedTuple):
         if self.descending:
             chunk = self.n_chunks - 1 - chunk
         return ChunkIndex(row, head, chunk, places, self.n_chunks, turn=turn)
+
+    def _turn(self, tile_index: Index) -> tuple[Index, Index]:
+        """`ChunkIndex.turn` of a tile."""
+        group_size = jnp.int32(self.sequences_per_group)
+        place = lax.rem(tile_index, group_size)
+        number = lax.div(tile_index, group_size)
+        full_groups, rest = divmod(self.batch * self.heads, self.sequences_per_group)
+        if not rest:
+            return place, number
+        numbers_before = full_groups * self.n_chunks
+        in_last = tile_index - numbers_before * group_size
+        place_in_last = lax.rem(in_last, jnp.int32(rest))
+        number_in_last = numbers_before + lax.div(in_last, jnp.int32(rest))
+        is_in_last = in_last >= 0
+        place = jnp.where(is_in_last, place_in_last, place)
+        return place, jnp.where(is_in_last, number_in_last, number)
 
     def ring_shape(self, ring_chunks: int) -> tuple[int, int, int]:
         """The leading axes of what is kept of so many chunks of each sequence, 0: of all; see `ChunkIndex.tile`."""
@@ -179,7 +192,8 @@ class ChunkGrid(NamedTuple):
         """Of `ReadyFlags`: see `ChunkIndex.flag`."""
         if not self.sequences_per_group or self.descending:
             return self.shape
-        return 1, self.sequences_per_group, self.num_tiles // self.sequences_per_group
+        num_groups = -(-self.batch * self.heads // self.sequences_per_group)
+        return 1, self.sequences_per_group, num_groups * self.n_chunks
 
 
 class ChunkPart(NamedTuple):

@@ -49,7 +49,7 @@ class ScanConsumer(ScanCta):
             self.start_first_copies()
         if self.gmem.segments is not None:
             self.scan_segments(wg)
-        elif self.num_sequences > 1:
+        elif self.in_groups:
             self.scan_sequences(wg)
         else:
             self.scan(self.steps, wg)

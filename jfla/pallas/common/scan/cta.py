@@ -69,10 +69,17 @@ class ScanCta(NamedTuple):
     barriers: Barrier  # PipelineBarriers, or None without TMA
 
     @property
-    def num_sequences(self) -> int:
-        """That this CTA scans one behind the other, one of every group; its steps are counted over all of them."""
-        per_group = self.config.sequences_per_group
-        return self.spec.sequences // per_group if per_group else 1
+    def in_groups(self) -> bool:
+        """Whether this CTA scans a sequence of every group, one behind the other.
+
+        Its steps are counted over all of them.
+        """
+        return self.config.sequences_per_group > 0
+
+    @property
+    def num_sequences(self) -> Index:
+        """That this CTA scans, where they go in groups."""
+        return self.spec.sequences_at(self.place, self.config.sequences_per_group)
 
     @property
     def sequence(self) -> Index:
@@ -94,7 +101,7 @@ class ScanCta(NamedTuple):
 
     def at_step(self, i: Index) -> "ScanCta":
         """The same CTA at the sequence of a step."""
-        if self.num_sequences == 1:
+        if not self.in_groups:
             return self
         group = lax.div(i, jnp.int32(self.spec.n_chunks))
         return self._replace(index=self.index_in_group(group))
@@ -102,7 +109,7 @@ class ScanCta(NamedTuple):
     def span_chunk(self, i: Index) -> ChunkIndex:
         """The chunk of a step, in arrays that hold the scanned span alone."""
         turn = None
-        if self.config.sequences_per_group:
+        if self.in_groups:
             # What the backward's scans store is kept of all groups.
             turn = None if self.spec.signals is not None else (self.place, i)
             i = lax.rem(i, jnp.int32(self.spec.n_chunks))
@@ -119,7 +126,7 @@ class ScanCta(NamedTuple):
     @property
     def last_chunk(self) -> Index:
         """In reverse: the sum of a step's number and that of its chunk."""
-        if self.config.sequences_per_group:
+        if self.in_groups:
             return self.spec.n_chunks - 1
         return self.steps.first + self.steps.end - 1
 

@@ -132,8 +132,9 @@ def _steps(
 ) -> StepRange:
     """Of a CTA's packed segments, of its sequences of all groups, or of its time split."""
     if config.sequences_per_group:
-        num_groups = spec.sequences // config.sequences_per_group
-        first, end = jnp.int32(0), jnp.int32(num_groups * spec.n_chunks)
+        place = index.batch * jnp.int32(spec.value_heads) + index.head  # in every group
+        count = spec.sequences_at(place, config.sequences_per_group)
+        first, end = jnp.int32(0), jnp.int32(count * spec.n_chunks)
     elif segments is None:
         per_split = -(-spec.n_chunks // spec.time_splits)
         first = index.time_split * per_split

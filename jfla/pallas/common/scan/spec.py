@@ -20,7 +20,7 @@ from jfla.pallas.machine import on_hopper
 from jfla.pallas.mgpu.overlap import Lead
 from jfla.pallas.mgpu.registers import RegisterLimits
 from jfla.pallas.mgpu.smem import F32, num_bytes, tile_smem
-from jfla.pallas.mgpu.types import Barrier, Gmem, MemorySpec, Reg, Smem
+from jfla.pallas.mgpu.types import Barrier, Gmem, Index, MemorySpec, Reg, Smem
 from jfla.stages import QK, FactoredQK, IntraChunk
 from jfla.types import CHUNK
 
@@ -32,7 +32,7 @@ class ScanConfig(NamedTuple):
     """v_block: columns of V per CTA, 64 for each consumer warpgroup. stages: chunks in flight, at most.
 
     smem_bytes: what the tiles of a CTA may take. sequences_per_group: how many are scanned at a time; a CTA goes on
-    with the same place of the next group. 0: all.
+    with the same place of the next group, of which the last has the rest. 0: all.
     """
 
     v_block: int = 128
@@ -179,6 +179,11 @@ class ScanSpec(NamedTuple):
         """Value heads of all rows of the batch."""
         batch, _, heads, _ = self.operands.chunks.values.shape
         return batch * heads
+
+    def sequences_at(self, place: Index, sequences_per_group: int) -> Index:
+        """How many sequences have this place in their group."""
+        full_groups, rest = divmod(self.sequences, sequences_per_group)
+        return full_groups + (place < rest) if rest else full_groups
 
     def spans(self, num_spans: int) -> EqualSpans:
         """The chunks in so many spans."""
