@@ -44,7 +44,9 @@ def check_same_bits(found: Any, wanted: Any) -> None:
     [
         pytest.param("gdn", 420, RING, id="gdn-ring", marks=pytest.mark.slow),
         pytest.param("gdn", 250, GROUPS, id="gdn-groups"),
-        pytest.param("gdn", 250, UNEVEN_GROUPS, id="gdn-uneven-groups"),
+        pytest.param(
+            "gdn", 250, UNEVEN_GROUPS, id="gdn-uneven-groups", marks=pytest.mark.slow
+        ),
         pytest.param("kda", 420, RING, id="kda-ring", marks=pytest.mark.slow),
         pytest.param("kda", 250, GROUPS, id="kda-groups"),
     ],

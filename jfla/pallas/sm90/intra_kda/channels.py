@@ -83,6 +83,8 @@ def channel_warpgroup(ctx: IntraKdaWarpgroup, outputs: IntraKdaOutputs) -> Index
     tell_stores_ended(ctx)
     # For the pairs warpgroup, too, which stores behind `end_pairs`.
     ctx.ready_flags.wait_for_room(ctx.qk.index.flag)
+    if ctx.qk.options.qk_norm:
+        plgpu.barrier_wait(ctx.barriers.norms)
     # Zeros of their own: else addresses that several stages need are kept in registers from the first to the last.
     write_later_columns(ctx.recompute_addresses(), outputs.with_pairs)
     num_passes = ctx.num_passes(ctx.wg) if outputs.with_pairs else None
@@ -107,14 +109,14 @@ def load_decays(ctx: IntraKdaWarpgroup) -> None:
     layout = WIDE if qk.options.no_gate else WGMMA
     raw = qk.load_raw_gate(ctx.gmem.qkg, tile, layout)
     plgpu.barrier_wait(ctx.barriers.qk_full.at[2 * tile + slot])
+    if qk.options.qk_norm:
+        # While g is on its way.
+        qk.write_square_norms(tile, None if ctx.has_all_channels else ctx.gmem.qkg)
+        plgpu.barrier_arrive(ctx.barriers.norms)
     bias = None if smem.bias is None else smem.bias.at[slot, tile]
     resets = None if smem.resets is None else smem.resets.at[slot, tile]
     log2_decay = qk.scaled_log2_decay(raw, ctx.gmem.qkg, bias, resets, layout)
     write(smem.log2_decay.at[tile], log2_decay, layout)
-    if qk.options.qk_norm:
-        qk.write_square_norms(tile, None if ctx.has_all_channels else ctx.gmem.qkg)
-        if qk.num_tiles > 1:
-            ctx.sync_channel_warpgroups()
     commit_smem()
 
 

@@ -21,7 +21,6 @@ from jfla.pallas.context import interpreting
 from jfla.pallas.mgpu.columns import join_columns, split_columns, widened
 from jfla.pallas.mgpu.copies import (
     Copies,
-    commit_smem,
     load_with_layout,
     prefetch_to_l2,
 )
@@ -191,7 +190,7 @@ class Barriers(NamedTuple):
 
     matrices_full: Barrier
     qk_full: Barrier  # [2 chunks * tiles]
-    norms: Barrier  # the channel warpgroups wait for each other
+    norms: Barrier  # the square norms of all channel warpgroups are in shared memory
     pairs_full: Barrier  # [tiles]: rows, columns and further pairs
     pairs_empty: Barrier  # [tiles]
     further_empty: Barrier  # [tiles], of chunks that have further pairs
@@ -268,12 +267,6 @@ class IntraKdaWarpgroup(NamedTuple):
         """How many passes the pairs take of a tile of channels, or of some of these from `first` on."""
         least = self.smem.least.at[self.slot, tile, pl.ds(first, channels)]
         return passes_of(jnp.min(load_with_layout(least, COLS)))
-
-    def sync_channel_warpgroups(self) -> None:
-        """They wait for each other, and for each other's shared memory writes."""
-        commit_smem()
-        plgpu.barrier_arrive(self.barriers.norms)
-        plgpu.barrier_wait(self.barriers.norms)
 
     def prefetch_qk(self, part: ChunkPart, iteration: Index) -> None:
         """Starts the copies of this warpgroup's channels of q and k, for that iteration.
