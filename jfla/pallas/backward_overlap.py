@@ -32,7 +32,8 @@ from jfla.types import Op
 # The fewest and the most of a span. Nothing runs beside the scan of the states in its first span, so that long spans
 # cost the backward time, and the forward stores a state for each, so that short ones cost time and memory.
 SPAN_CHUNKS = (8, 32)
-# The fewest with a gate per channel, and where bytes bound the launch: more spans cost more than a shorter start saves.
+# The fewest where bytes bound the launch, and with a gate per channel, whose launch they nearly bind: more spans cost
+# more than a shorter start saves.
 SPAN_CHUNKS_BY_BYTES = 16
 # Chunks of a sequence's dS beyond those that the gradient kernel has in work. Of a longer ring the second-level cache
 # has lost the first chunks when they are read. With so many the scan issues copies before signals, see

@@ -84,6 +84,8 @@ def channel_warpgroup(ctx: IntraKdaWarpgroup, outputs: IntraKdaOutputs) -> Index
     # For the pairs warpgroup, too, which stores behind `end_pairs`.
     ctx.ready_flags.wait_for_room(ctx.qk.index.flag)
     if ctx.qk.options.qk_norm:
+        # The sums of the chunk after next take the place of these. They are written behind the next chunk's wait, for
+        # which both warpgroups arrive when they have read these.
         plgpu.barrier_wait(ctx.barriers.norms)
     # Zeros of their own: else addresses that several stages need are kept in registers from the first to the last.
     write_later_columns(ctx.recompute_addresses(), outputs.with_pairs)
@@ -110,7 +112,8 @@ def load_decays(ctx: IntraKdaWarpgroup) -> None:
     raw = qk.load_raw_gate(ctx.gmem.qkg, tile, layout)
     plgpu.barrier_wait(ctx.barriers.qk_full.at[2 * tile + slot])
     if qk.options.qk_norm:
-        # While g is on its way.
+        # While g is on its way. A fence would wait for it; the arrival of every thread orders its stores before the
+        # other warpgroup's loads, which come behind `norms`.
         qk.write_square_norms(tile, None if ctx.has_all_channels else ctx.gmem.qkg)
         plgpu.barrier_arrive(ctx.barriers.norms)
     bias = None if smem.bias is None else smem.bias.at[slot, tile]
