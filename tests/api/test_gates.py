@@ -165,3 +165,32 @@ def test_write_strength_and_l2norm():
     np.testing.assert_array_equal(
         jax.grad(lambda x: l2norm(x).sum())(jnp.zeros((1, 2))), 1e3
     )
+
+
+def test_derivatives_of_the_softplus_gate_follow_the_formula():
+    """First and second ones by x and a_log, in float64."""
+
+    def gate(x, a_log):
+        return jfla.SoftplusGate(a_log[None])(x[None, None])[0, 0]
+
+    with jax.enable_x64(True):
+        for a_log in (-20.0, -3.0, 0.0, 3.0, 20.0):
+            for x in (-100.0, -40.0, -16.0, -1.0, 0.0, 1e-3, 4.0, 30.0, 1e3):
+                at = (jnp.float64(x), jnp.float64(a_log))
+                rate = np.exp(a_log)
+                by_x = -rate / (1 + np.exp(-x))
+                by_x_twice = by_x / (1 + np.exp(x)) if x < 700 else 0.0
+                g = -rate * np.logaddexp(x, 0.0)
+                for derive, want in (
+                    (jax.grad, [by_x, g]),
+                    (jax.hessian, [by_x_twice, by_x, by_x, g]),
+                ):
+                    got = derive(gate, argnums=(0, 1))(*at)
+                    # 1 - sigmoid has no more digits than that
+                    np.testing.assert_allclose(
+                        jax.tree.leaves(got),
+                        want,
+                        rtol=1e-9,
+                        atol=1e-15 * rate,
+                        err_msg=f"{x=} {a_log=}",
+                    )
