@@ -18,8 +18,8 @@ from jfla.pallas.common.gate import (
     with_resets,
 )
 from jfla.pallas.mgpu.copies import Copies, commit_smem, load_with_layout
-from jfla.pallas.mgpu.iota import per_column, per_row, row_numbers
-from jfla.pallas.mgpu.layouts import COLS, ROWS, WGMMA
+from jfla.pallas.mgpu.iota import iota, per_column, per_row
+from jfla.pallas.mgpu.layouts import ROWS, WGMMA
 from jfla.pallas.mgpu.mma import load, zeros
 from jfla.pallas.mgpu.moves import load_rows, load_rows_wide
 from jfla.pallas.mgpu.smem import F16, F32
@@ -152,14 +152,13 @@ class QkTiles(NamedTuple):
     ) -> Reg:
         """float16 log2 decay times GATE_SCALE of a tile of raw gate input in `layout`, with packing applied.
 
-        `bias_smem` is the tile's [64], `resets_smem` the chunk's [C], either None. With a gate the layout is WGMMA.
+        `bias_smem` is the tile's [64], `resets_smem` the chunk's [C], either None.
         """
         head = self.index.head
-        bias = (
-            None
-            if bias_smem is None
-            else per_column(load_with_layout(bias_smem, COLS), CHUNK)
-        )
+        bias = None
+        if bias_smem is not None:
+            bias = load_with_layout(bias_smem, layout.reduce(0))
+            bias = per_column(bias, CHUNK, layout)
         rate = (
             None if self.options.no_gate else (gmem.rates[head, 0], gmem.rates[head, 1])
         )
@@ -172,8 +171,9 @@ class QkTiles(NamedTuple):
             strongest=STRONGEST_OF_CHANNEL,
         )
         if not self.options.no_gate and self.options.time % CHUNK:
-            token = row_numbers(CHUNK) + self.index.chunk * CHUNK
-            decay = jnp.where(token < self.options.time, decay, zeros(CHUNK, TILE_K))
+            row = iota(CHUNK, layout.reduce(1)) + self.index.chunk * CHUNK
+            token = per_row(row, TILE_K, layout)
+            decay = jnp.where(token < self.options.time, decay, 0.0 * decay)
         if resets_smem is not None:
             resets = load_with_layout(resets_smem, layout.reduce(1))
             decay = with_resets(decay, resets, GATE_SCALE, layout)

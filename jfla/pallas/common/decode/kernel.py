@@ -210,9 +210,7 @@ def write_tokens(ctx: DecodeWarpgroup, raw: RawTokens) -> None:
     if ctx.spec.scalar_gate:
         g = per_token_to_keys(ctx, g)
     beta = per_token_to_keys(ctx, raw.beta.astype(F32))
-    exponent = log2_decay(
-        ctx.spec.gate, g, (a_log, rate), bias, softplus=_float32_softplus
-    )
+    exponent = log2_decay(ctx.spec.gate, g, (a_log, rate), bias, log1p=_float32_log1p)
     smem.decay[...] = jnp.exp2(exponent)
     if options.beta_max is not None:
         beta = options.beta_max / (1.0 + jnp.exp(-beta))
@@ -237,19 +235,18 @@ def l2_normalized(ctx: DecodeWarpgroup, x: Reg) -> Reg:
     return x * per_token_to_keys(ctx, inv_norm)
 
 
-def _float32_softplus(x: Reg) -> Reg:
-    """softplus to float32, also where it is small, because decays multiply over thousands of steps.
+def _float32_log1p(x: Reg) -> Reg:
+    """log(1 + x) of x in 0 .. 1 to float32, also where it is small, because decays multiply over thousands of steps.
 
-    log(1 + u) = 2 atanh(u / (2 + u)), by its series: s + s^3 / 3 + .. with s <= 1 / 3.
+    log(1 + x) = 2 atanh(x / (2 + x)), by its series: s + s^3 / 3 + .. with s <= 1 / 3. Of larger x, where the decay is
+    0, it is positive.
     """
-    u = jnp.exp(-jnp.abs(x))
-    s = u / (u + 2.0)
+    s = x / (x + 2.0)
     square = s * s
     series = s * 0.0 + 1.0 / 15
     for n in (13, 11, 9, 7, 5, 3, 1):
         series = series * square + 1.0 / n
-    relu = jnp.maximum(x, 0.0)
-    return relu + 2.0 * s * series
+    return 2.0 * s * series
 
 
 def decode_step(ctx: DecodeWarpgroup, t: Index, state: Reg) -> Reg:

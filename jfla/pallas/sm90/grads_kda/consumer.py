@@ -28,7 +28,7 @@ from jfla.pallas.mgpu.copies import (
     write_transposed,
 )
 from jfla.pallas.mgpu.iota import iota, per_column, per_row
-from jfla.pallas.mgpu.layouts import COLS, ROWS
+from jfla.pallas.mgpu.layouts import COLS, ROWS, WIDE
 from jfla.pallas.mgpu.mma import MatmulQueue, Sum, dot, load, zeros
 from jfla.pallas.mgpu.moves import load_scratch, store_transposed_f32
 from jfla.pallas.mgpu.overlap import ReadyFlags
@@ -121,7 +121,7 @@ def sums_over_v(ctx: GradsKdaWarpgroup) -> tuple[SumsOverV, Reg]:
                 # g is loaded before the first stage is freed: behind the producer's next copies of 56 KiB to it the
                 # loads would wait for some thousand cycles. And it is loaded behind the wait for that stage: the poll
                 # of its barrier would wait in one queue with the loads.
-                raw_gate = ctx.qk.load_raw_gate(ctx.gmem.qkg, ctx.own_tile)
+                raw_gate = ctx.qk.load_raw_gate(ctx.gmem.qkg, ctx.own_tile, WIDE)
             product = widened(load(state)) * widened(load(dstate))
             for columns in split_columns(product, PART):
                 state_dot_dstate = state_dot_dstate + columns
@@ -159,8 +159,8 @@ def write_decays(ctx: GradsKdaWarpgroup, raw_gate: Reg) -> None:
     tile = ctx.own_tile
     qk = ctx.qk
     bias = None if smem.bias is None else smem.bias.at[tile]
-    log2_decay = qk.scaled_log2_decay(raw_gate, ctx.gmem.qkg, bias, smem.resets)
-    write(smem.log2_decay.at[tile], log2_decay)
+    log2_decay = qk.scaled_log2_decay(raw_gate, ctx.gmem.qkg, bias, smem.resets, WIDE)
+    write(smem.log2_decay.at[tile], log2_decay, WIDE)
     if ctx.spec.options.qk_norm:
         qk.write_square_norms(tile, None if ctx.has_all_channels else ctx.gmem.qkg)
     commit_smem()

@@ -48,7 +48,7 @@ from jfla.pallas.mgpu.copies import (
     write,
 )
 from jfla.pallas.mgpu.iota import per_row
-from jfla.pallas.mgpu.layouts import WGMMA, WIDE
+from jfla.pallas.mgpu.layouts import WIDE
 from jfla.pallas.mgpu.mma import zeros
 from jfla.pallas.mgpu.opaque import pin
 from jfla.pallas.mgpu.smem import BF16, F32
@@ -107,9 +107,7 @@ def load_decays(ctx: IntraKdaWarpgroup) -> None:
     smem = ctx.smem
     tile = ctx.wg
     slot = ctx.slot
-    # A gate meets biases of columns and masks of rows, which lie as the accumulators of matmuls do.
-    layout = WIDE if qk.options.no_gate else WGMMA
-    raw = qk.load_raw_gate(ctx.gmem.qkg, tile, layout)
+    raw = qk.load_raw_gate(ctx.gmem.qkg, tile, WIDE)
     plgpu.barrier_wait(ctx.barriers.qk_full.at[2 * tile + slot])
     if qk.options.qk_norm:
         # While g is on its way. A fence would wait for it; the arrival of every thread orders its stores before the
@@ -118,8 +116,8 @@ def load_decays(ctx: IntraKdaWarpgroup) -> None:
         plgpu.barrier_arrive(ctx.barriers.norms)
     bias = None if smem.bias is None else smem.bias.at[slot, tile]
     resets = None if smem.resets is None else smem.resets.at[slot, tile]
-    log2_decay = qk.scaled_log2_decay(raw, ctx.gmem.qkg, bias, resets, layout)
-    write(smem.log2_decay.at[tile], log2_decay, layout)
+    log2_decay = qk.scaled_log2_decay(raw, ctx.gmem.qkg, bias, resets, WIDE)
+    write(smem.log2_decay.at[tile], log2_decay, WIDE)
     commit_smem()
 
 
