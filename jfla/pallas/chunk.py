@@ -117,7 +117,8 @@ def grads_kernel(
     if not options.op.scalar_gate:
         if schedule.machine != "hopper":
             return mma_grads_kda(qkg_operands(x, inputs), scans, static, dtype)
-        operands = grads_kda_operands(qkg_operands(x, inputs), scans)
+        inv_norms = intra_results.token_scalars
+        operands = grads_kda_operands(qkg_operands(x, inputs), scans, inv_norms)
         if _writes_in_place(inputs):
             return grads_kda_over_v_new(operands, static, schedule.num_sms, dtype)
         return run(grads_kda(operands, static, schedule.num_sms, dtype))

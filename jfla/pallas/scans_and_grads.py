@@ -64,10 +64,10 @@ class ScansAndGrads(NamedTuple):
         def consume(results: tuple[ScanResults, Any]) -> PendingResults:
             scans, _ = results
             how = (self.static, beside.grads_ctas, self.out_dtype)
-            if self.qkg is not None:
-                operands = grads_kda_operands(self.qkg, scans)
-                return grads_kda(operands, *how, beside_scans=beside)
             tokens = self.intra_results.token_scalars
+            if self.qkg is not None:
+                operands = grads_kda_operands(self.qkg, scans, tokens)
+                return grads_kda(operands, *how, beside_scans=beside)
             return grads_gdn(qk, tokens, scans, *how, beside_scans=beside)
 
         with jax.named_scope("jfla_backward_scans_overlap_grads"):

@@ -21,11 +21,13 @@ ALL_CHUNKS = RingChunks()
 
 
 class IntraResults(NamedTuple):
-    """Of the intra-chunk kernel. `intra` is None where the backward has it; `token_scalars` is None for KDA."""
+    """Of the intra-chunk kernel. `intra` is None where the backward has it."""
 
     qk: Gmem  # a QK
     intra: Gmem  # an IntraChunk or None
-    token_scalars: Gmem  # [B, HV, N, 1 or 3, C] float32: see intra_gdn.py
+    # [B, HV, N, scalars, C] float32. GDN: 1 or 3, see intra_gdn.py. KDA: 2, 1 / norm of q and of k, under qk_norm
+    # where `intra` is None, else None.
+    token_scalars: Gmem
 
 
 class KernelGrads(NamedTuple):

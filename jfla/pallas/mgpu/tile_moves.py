@@ -111,6 +111,30 @@ def load_matrix(tile_smem: Smem, first: int = 0, columns: int = TILE_ROWS) -> Re
     return load(tile_smem)  # pyright: ignore[reportCallIssue]: the first argument is Mosaic's
 
 
+def load_matrix_transposed(rows_smem: Smem) -> Reg:
+    """The transpose [64, rows] of rows of a tile of 64 columns, by ldmatrix; rows are a multiple of 16."""
+    if interpreting():
+        return rows_smem[...].T
+    shape = (TILE_ROWS, rows_smem.shape[0])
+    out: Any = plgpu.ShapeDtypeStruct(shape, rows_smem.dtype, WGMMA)
+
+    @plgpu.inline_mgpu(arg_types=(_tile_type(rows_smem),), return_type=out)
+    def load(_: InlineContext, rows: MemRef) -> Fragments:
+        thread = Thread()
+        lane = MatrixLane(thread)
+        address = TileAddresses(rows, lane.row)
+        number = multiply_add(thread.warp, HALVES, lane.half)
+        pair = ir.VectorType.get((2,), ir.MemRefType(rows.type).element_type)
+        registers = {}
+        for column in range(0, shape[1] // PART, 2):
+            place = address.of(lane.neighbour, number, first_rows=column)
+            for n, word in enumerate(ldmatrix(place, ".trans")):
+                registers[column + n // HALVES, n % HALVES] = llvm.bitcast(pair, word)
+        return from_parts(registers)
+
+    return load(rows_smem)  # pyright: ignore[reportCallIssue]: the first argument is Mosaic's
+
+
 def ldmatrix(place: Scalar, suffix: str = "") -> list[Scalar]:
     """Four parts of 8 x 8 elements, [neighbour][half], two elements of each to a thread as i32."""
     word = ir.IntegerType.get_signless(32)

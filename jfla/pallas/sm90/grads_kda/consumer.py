@@ -7,11 +7,9 @@ import functools
 from typing import Any
 
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jfla.gates import NORM_EPSILON
 from jfla.pallas.common.chunk_index import TILE_K
 from jfla.pallas.common.decay_sums import block_decays, least_within
 from jfla.pallas.common.packed_rows import Rows
@@ -27,13 +25,15 @@ from jfla.pallas.mgpu.copies import (
     write,
     write_transposed,
 )
+from jfla.pallas.mgpu.folded_sums import fold, fold_sums, unfold
 from jfla.pallas.mgpu.iota import iota, per_column, per_row
 from jfla.pallas.mgpu.layouts import COLS, ROWS, WIDE
-from jfla.pallas.mgpu.mma import MatmulQueue, Sum, dot, load, zeros
+from jfla.pallas.mgpu.mma import MatmulQueue, Sum, dot, zeros
 from jfla.pallas.mgpu.moves import load_scratch, store_transposed_f32
 from jfla.pallas.mgpu.overlap import ReadyFlags
 from jfla.pallas.mgpu.smem import BF16, F32, transposed
 from jfla.pallas.mgpu.thread import PART
+from jfla.pallas.mgpu.tile_moves import load_matrix, load_matrix_transposed
 from jfla.pallas.mgpu.types import Reg
 from jfla.pallas.mgpu.warp_blocks import store_columns
 from jfla.pallas.sm90.grads_kda.dqkg import (
@@ -75,13 +75,15 @@ def run_consumer(
     @pl.when(ctx.wg < ctx.spec.num_tiles)
     def _():
         write_decays(ctx, raw_gate)
+        if ctx.spec.options.qk_norm:
+            normalise(ctx)
 
     ctx.sync_consumers()
 
     @pl.when(ctx.wg < ctx.spec.num_tiles)
     def _():
-        write_inv_norms(ctx)
-        grads = grads_of_states(ctx, sums, out_gmem.dg)
+        # Addresses anew for each stage: else those that several need are kept in registers from the first to the last.
+        grads = grads_of_states(ctx.recompute_addresses(), sums, out_gmem.dg)
         dq, dk, z = add_pairs(ctx, grads)
         store_grads(ctx.recompute_addresses(), dq, dk, z, out_gmem)
 
@@ -110,19 +112,20 @@ def sums_over_v(ctx: GradsKdaWarpgroup) -> tuple[SumsOverV, Reg]:
             do = ctx.value_tile(stage, DO)
             dv = ctx.value_tile(stage, DV)
             v_new = ctx.value_tile(stage, V_NEW)
-            state = transposed(tile_ctx.state_tile(stage, STATE))
-            dstate = transposed(tile_ctx.state_tile(stage, DSTATE))
+            state = tile_ctx.state_tile(stage, STATE)
+            dstate = tile_ctx.state_tile(stage, DSTATE)
             do_or_dv = ctx.smem.values.at[stage, tile_ctx.wg]
-            dq.add((state, transposed(do)))
-            dk.add((state, transposed(dv)))
-            dk_to_end.add((dstate, transposed(v_new)))
+            dq.add((transposed(state), transposed(do)))
+            dk.add((transposed(state), transposed(dv)))
+            dk_to_end.add((transposed(dstate), transposed(v_new)))
             weights.add((do_or_dv, transposed(v_new)))
             if v_tile == 0:
                 # g is loaded before the first stage is freed: behind the producer's next copies of 56 KiB to it the
                 # loads would wait for some thousand cycles. And it is loaded behind the wait for that stage: the poll
                 # of its barrier would wait in one queue with the loads.
                 raw_gate = ctx.qk.load_raw_gate(ctx.gmem.qkg, ctx.own_tile, WIDE)
-            product = widened(load(state)) * widened(load(dstate))
+            factors = [load_matrix_transposed(x) for x in (state, dstate)]
+            product = widened(factors[0]) * widened(factors[1])
             for columns in split_columns(product, PART):
                 state_dot_dstate = state_dot_dstate + columns
             queue.wait()
@@ -161,32 +164,20 @@ def write_decays(ctx: GradsKdaWarpgroup, raw_gate: Reg) -> None:
     bias = None if smem.bias is None else smem.bias.at[tile]
     log2_decay = qk.scaled_log2_decay(raw_gate, ctx.gmem.qkg, bias, smem.resets, WIDE)
     write(smem.log2_decay.at[tile], log2_decay, WIDE)
-    if ctx.spec.options.qk_norm:
-        qk.write_square_norms(tile, None if ctx.has_all_channels else ctx.gmem.qkg)
     commit_smem()
     sums = ctx.block_sums()
     store_columns(block_decays(sums, ctx.zero), smem.block_decay.at[tile])
     write(smem.least.at[tile], least_within(sums, ctx.zero))
 
 
-def write_inv_norms(ctx: GradsKdaWarpgroup) -> None:
-    """1 / norm of every token's q and k, over its square norms, where each consumer has a line of its own.
-
-    Both read both lines first: one that were overwritten before would give the other consumer a wrong norm.
-    """
-    if not ctx.spec.options.qk_norm:
-        return
-    square_norms = ctx.smem.square_norms
-    inverse = []
+def normalise(ctx: GradsKdaWarpgroup) -> None:
+    """q and k, in place, as the recurrence reads them: blocks of them are read some fifty times after this."""
     for which in (Q, K):
-        lines = [square_norms.at[which, tile] for tile in range(ctx.spec.num_tiles)]
-        total: Any = sum(load_with_layout(line, ROWS) for line in lines)
-        inverse.append(lax.rsqrt(total + NORM_EPSILON))
-    if ctx.spec.num_tiles == KDA_CONSUMERS:
-        ctx.sync_consumers()
-    for which, x in zip((Q, K), inverse):
-        square_norms.at[which, ctx.own_tile][...] = x
-    commit_smem()
+        tile = ctx.own_qk_tile(which)
+        factor = ctx.inv_norm(which, ROWS) * ctx.qk.scale(which)
+        x = widened(load_matrix(tile)) * per_row(factor, TILE_K)
+        # A warp reads and writes the same rows.
+        write(tile, x.astype(BF16))
 
 
 def store_grads(
@@ -195,6 +186,8 @@ def store_grads(
     """Finishes dq, dk and dg, to which pairs of tokens have been added, and starts their stores."""
     targets = (out_gmem.dq, out_gmem.dk)
     grads = with_equal_pairs(ctx, dq, dk)
+    if ctx.spec.options.qk_norm and ctx.has_all_channels:
+        grads = norm_vjp(ctx, *grads)
     finish_dx(ctx, K, grads[K], targets[K])
     # While dq is finished, this load is in flight. Issued before dk is finished, it makes ptxas spill up to 150 bytes.
     dg_of_states = ctx.for_own_rows(out_gmem.dg, load_scratch)
@@ -220,9 +213,7 @@ def with_equal_pairs(ctx: GradsKdaWarpgroup, dq: Blocks, dk: Blocks) -> tuple[Re
 
 
 def finish_dx(ctx: GradsKdaWarpgroup, which: int, dx: Reg, target_gmem: Rows) -> None:
-    """dq or dk to shared memory, after the VJP of the norms where all channels are here; float32 to global memory."""
-    if ctx.spec.options.qk_norm and ctx.has_all_channels:
-        dx = norm_vjp(ctx, which, dx)
+    """dq or dk to shared memory; float32 to global memory."""
     if target_gmem.dtype == F32:
         store = functools.partial(store_transposed_f32, dx)
         ctx.for_own_rows(target_gmem, store)
@@ -235,23 +226,24 @@ def all_tokens(ctx: GradsKdaWarpgroup, which: int) -> Reg:
     return join_columns([qk_block(ctx, which, block) for block in range(NUM_BLOCKS)])
 
 
-def norm_vjp(ctx: GradsKdaWarpgroup, which: int, dx: Reg) -> Reg:
+def norm_vjp(ctx: GradsKdaWarpgroup, dq: Reg, dk: Reg) -> tuple[Reg, Reg]:
     """x = y / |y|, so dy = (dx - x (x . dx)) / |y|; x . dx takes all channels, of both consumers."""
-    inv_norm = load_with_layout(ctx.smem.square_norms.at[which, ctx.own_tile], COLS)
-    x = all_tokens(ctx, which)
-    if which == Q:
-        x = x * (1.0 / ctx.spec.options.scale)
     sync = ctx.sync_consumers if ctx.spec.num_tiles == KDA_CONSUMERS else commit_smem
-    products = ctx.smem.weights
-    sync()  # the weights, or the products of k, have been read
-    products.at[ctx.own_tile][...] = (x * dx).astype(BF16)
+    products = fold(all_tokens(ctx, Q) * dq, all_tokens(ctx, K) * dk)
+    sync()  # the weights have been read
+    write(ctx.smem.weights.at[ctx.own_tile], products.astype(BF16))
     sync()
-    # A runtime value: a matrix that is known when compiled would be made too late for the tensor cores.
-    one = (ctx.zero + 1).astype(F32)
-    ones = (zeros(CHUNK, CHUNK) + one).astype(BF16)
-    tiles = [products.at[ctx.zero + n] for n in range(ctx.spec.num_tiles)]
-    norm_dot = dot(zeros(CHUNK, CHUNK), *[(ones, tile) for tile in tiles])
-    return (dx - x * norm_dot) * per_column(inv_norm, TILE_K)
+    left = fold_sums(ctx.zero + 1)
+    tiles = [ctx.smem.weights.at[ctx.zero + n] for n in range(ctx.spec.num_tiles)]
+    dots_of_both = dot(zeros(CHUNK, CHUNK), *[(left, tile) for tile in tiles])
+    grads = []
+    for which, dx, x_dot_dx in zip((Q, K), (dq, dk), unfold(dots_of_both)):
+        # `all_tokens` of q are scaled, once in their products with dq and once here.
+        x_dot_dx = x_dot_dx * ctx.qk.scale(which) ** -2
+        dx = dx - all_tokens(ctx, which) * x_dot_dx
+        grads.append(dx * per_column(ctx.inv_norm(which, COLS), TILE_K))
+    dq, dk = grads
+    return dq, dk
 
 
 def store_v_new_dot_dv(ctx: GradsKdaWarpgroup, out_gmem: KernelGrads) -> None:

@@ -57,12 +57,13 @@ from jfla.pallas.mgpu.columns import (
     widened,
 )
 from jfla.pallas.mgpu.copies import load_with_layout
-from jfla.pallas.mgpu.iota import per_column, per_row
+from jfla.pallas.mgpu.iota import per_row
 from jfla.pallas.mgpu.layouts import COLS, ROWS
-from jfla.pallas.mgpu.mma import dots, load, short_dot, zeros
+from jfla.pallas.mgpu.mma import dots, short_dot, zeros
 from jfla.pallas.mgpu.moves import store_scratch
 from jfla.pallas.mgpu.opaque import pin
 from jfla.pallas.mgpu.smem import BF16, F32, transposed
+from jfla.pallas.mgpu.tile_moves import load_matrix_transposed
 from jfla.pallas.mgpu.types import Gmem, Index, Reg, Smem
 from jfla.pallas.sm90.grads_kda.smem import COLUMN_SUMS, ROW_SUMS, GradsKdaWarpgroup
 from jfla.types import CHUNK
@@ -102,13 +103,9 @@ def qk_block(ctx: GradsKdaWarpgroup, which: int, block: int) -> Reg:
     """[64, BLOCK] float32 of q or k as the recurrence reads it."""
     options = ctx.spec.options
     tokens = pl.ds(block * BLOCK, BLOCK)
-    x = widened(load(transposed(ctx.own_qk_tile(which).at[tokens])))
-    if options.qk_norm:
-        inv_norm = load_with_layout(
-            ctx.smem.square_norms.at[which, ctx.own_tile, tokens], COLS
-        )
-        x = x * per_column(inv_norm, TILE_K)
-    return x * options.scale if which == Q else x
+    x = widened(load_matrix_transposed(ctx.own_qk_tile(which).at[tokens]))
+    # Under qk_norm the tiles have been normalised and scaled.
+    return x if options.qk_norm else x * ctx.qk.scale(which)
 
 
 def grads_of_states(ctx: GradsKdaWarpgroup, sums: SumsOverV, dg_gmem: Gmem) -> Grads:
@@ -126,6 +123,8 @@ def grads_of_states(ctx: GradsKdaWarpgroup, sums: SumsOverV, dg_gmem: Gmem) -> G
     before = transposed(ctx.smem.after.at[ctx.zero])  # of a sum over earlier tokens
     dg = sum_over_tokens(per_row(dg_chunk, CHUNK), join_columns(y), before)
     ctx.for_own_rows(dg_gmem, functools.partial(store_scratch, dg))
+    # Else ptxas begins what follows beside the sum over tokens, and there are too few registers for both.
+    dk_end_blocks = pin(dk_end_blocks)
     in_block = split_columns(ctx.decay_sums(ROW_SUMS), BLOCK)
     grads = Grads([], [], [])
     blocks = zip(split_columns(sums.dq, BLOCK), split_columns(sums.dk, BLOCK))

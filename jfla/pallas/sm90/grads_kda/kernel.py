@@ -101,6 +101,8 @@ def load_qk(ctx: GradsKdaWarpgroup) -> None:
     if smem.resets is not None:
         resets = qkg.resets.at[index.batch, index.tokens]
         copies.start(resets, smem.resets)
+    if smem.inv_norms is not None:
+        copies.start(index.tile(ctx.gmem.inv_norms), smem.inv_norms)
 
 
 def load_matrices(gmem: GradsKdaOperands, smem: SharedStorage, full: Gmem) -> None:
@@ -111,14 +113,17 @@ def load_matrices(gmem: GradsKdaOperands, smem: SharedStorage, full: Gmem) -> No
     plgpu.copy_gmem_to_smem(gmem.after, smem.after.at[0], full)
 
 
-def grads_kda_operands(qkg: QkgOperands, scans: ScanResults) -> GradsKdaOperands:
-    """On the host: with the matrices that sum over tokens."""
+def grads_kda_operands(
+    qkg: QkgOperands, scans: ScanResults, inv_norms: Gmem
+) -> GradsKdaOperands:
+    """On the host: with the matrices that sum over tokens. `inv_norms` are those of `intra_kda`, None without norms."""
     return GradsKdaOperands(
         qkg,
         scans,
         stack_matrices(F16, *SUM_MATRICES),
         stack_matrices(F16, block_spans())[0],
         stack_matrices(BF16, AFTER)[0],
+        inv_norms,
     )
 
 

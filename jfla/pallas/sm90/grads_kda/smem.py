@@ -4,7 +4,8 @@ Who writes what, and until when it is read:
 
     buffer                      written by              ready at            free at
     states, values              producer, per V tile    v_full[stage]       v_empty[stage]
-    q, k, bias, resets          producer, per chunk     qk_full             chunk_done
+    q, k, and vectors           producer, per chunk     qk_full             chunk_done
+    q, k, now normalised        consumers, own tile     sync_consumers      chunk_done
     weights, diagonals          consumers               sync_consumers      chunk_done
     q, k, now dq and dk         consumers, own tile     their TMA store     chunk_done
     weights, now x . dx         consumers               sync_consumers      chunk_done
@@ -42,7 +43,15 @@ from jfla.pallas.mgpu.mma import dot, dots, filled, zeros
 from jfla.pallas.mgpu.opaque import opaque_zero
 from jfla.pallas.mgpu.scheduler import WorkTile
 from jfla.pallas.mgpu.smem import BF16, F16, F32, num_bytes, tile_smem, transposed
-from jfla.pallas.mgpu.types import Barrier, Gmem, Index, MemorySpec, Reg, Smem
+from jfla.pallas.mgpu.types import (
+    Barrier,
+    Gmem,
+    Index,
+    Layout,
+    MemorySpec,
+    Reg,
+    Smem,
+)
 from jfla.stages import ScanResults
 from jfla.types import CHUNK
 
@@ -63,6 +72,7 @@ class GradsKdaOperands(NamedTuple):
     sum_matrices: Gmem  # SUM_MATRICES, float16
     block_spans: Gmem  # [NUM_BLOCK_SPANS, C] float16: see `decay_sums.block_spans`
     after: Gmem  # `decay_sums.AFTER`, bfloat16
+    inv_norms: Gmem  # [B, HV, N, 2, C] float32 of q and k, under qk_norm
     results: KernelGrads | None = None
 
 
@@ -91,7 +101,7 @@ class SharedStorage(NamedTuple):
     values: Smem  # [stages, 3] tiles: do, dv, v_new
     q: Smem  # [tiles] tiles; then dq
     k: Smem  # [tiles] tiles; then dk
-    weights: Smem  # [2] tiles: W_q and W_k, strictly lower; then x . dx of the norms' VJP, a tile each
+    weights: Smem  # [2] tiles: W_q and W_k, strictly lower; then x dx of the norms' VJP, a tile of each consumer
     log2_decay: Smem  # [tiles] float16 tiles, times GATE_SCALE
     sum_matrices: Smem  # [2] float16 tiles: SUM_MATRICES
     block_spans: Smem  # [1, NUM_BLOCK_SPANS, C] float16
@@ -99,7 +109,7 @@ class SharedStorage(NamedTuple):
     block_decay: Smem  # [tiles, NUM_BLOCK_SPANS] vectors, by channels: the decays over `block_spans`
     least: Smem  # [tiles] vectors, by channels: the least sum within a block
     diagonals: Smem  # [2] vectors: do . v_new and dv . v_new of every token
-    square_norms: Smem  # [2, tiles] vectors
+    inv_norms: Smem  # [2] vectors: 1 / norm of every token's q and k, under qk_norm
     bias: Smem  # [tiles] vectors, by channels, where there is a gate
     resets: Smem  # vector, where sequences are packed
 
@@ -158,7 +168,7 @@ class GradsKdaWarpgroup(NamedTuple):
 
     @property
     def qk(self) -> QkTiles:
-        """q and k of the chunk, while they are there."""
+        """q, k and the gate of the chunk, while they are there."""
         smem = self.smem
         return QkTiles(
             options=self.spec.options,
@@ -167,7 +177,7 @@ class GradsKdaWarpgroup(NamedTuple):
             num_tiles=self.spec.num_tiles,
             q=smem.q,
             k=smem.k,
-            square_norms=smem.square_norms,
+            square_norms=None,
             first=self.part.first_tile,
         )
 
@@ -196,6 +206,10 @@ class GradsKdaWarpgroup(NamedTuple):
     def state_tile(self, stage: Index, which: int) -> Smem:
         """Of STATE, DSTATE, for this consumer's channels."""
         return self.smem.states.at[stage, self.zero + which, self.own_tile]
+
+    def inv_norm(self, which: int, layout: Layout) -> Reg:
+        """[C]: 1 / norm of every token's q or k, under qk_norm."""
+        return load_with_layout(self.smem.inv_norms.at[which], layout)
 
     def own_qk_tile(self, which: int) -> Smem:
         """q or k of this consumer's channels, and then dq or dk."""
@@ -279,7 +293,7 @@ def _storage_with_stages(
         block_decay=vectors(num_tiles, NUM_BLOCK_SPANS),
         least=vectors(num_tiles),
         diagonals=vectors(2),
-        square_norms=vectors(2, num_tiles) if spec.options.qk_norm else None,
+        inv_norms=vectors(2) if spec.options.qk_norm else None,
         bias=None if spec.options.no_gate else vectors(num_tiles),
         resets=None if operands.resets is None else vectors(),
     )
@@ -291,7 +305,7 @@ def grads_kda_barriers(
     """On the host. A copy arrives once at its barrier, and so does a consumer."""
     has_bias = not spec.options.no_gate
     has_resets = operands.resets is not None
-    copies_of_qk = spec.num_tiles * (2 + has_bias) + has_resets
+    copies_of_qk = spec.num_tiles * (2 + has_bias) + has_resets + spec.options.qk_norm
     return Barriers(
         matrices_full=plgpu.Barrier(num_arrivals=2 + len(SUM_MATRICES)),
         v_full=plgpu.Barrier(num_arrivals=3 + 2 * spec.num_tiles, num_barriers=stages),

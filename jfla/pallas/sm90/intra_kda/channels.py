@@ -43,6 +43,7 @@ from jfla.pallas.common.qk_tiles import K, Q
 from jfla.pallas.mgpu.columns import split_columns
 from jfla.pallas.mgpu.copies import (
     commit_smem,
+    store_from_layout,
     store_tile,
     wait_for_stores,
     write,
@@ -87,6 +88,7 @@ def channel_warpgroup(ctx: IntraKdaWarpgroup, outputs: IntraKdaOutputs) -> Index
         # The sums of the chunk after next take the place of these. They are written behind the next chunk's wait, for
         # which both warpgroups arrive when they have read these.
         plgpu.barrier_wait(ctx.barriers.norms)
+        store_inv_norms(ctx, outputs)
     # Zeros of their own: else addresses that several stages need are kept in registers from the first to the last.
     write_later_columns(ctx.recompute_addresses(), outputs.with_pairs)
     num_passes = ctx.num_passes(ctx.wg) if outputs.with_pairs else None
@@ -119,6 +121,18 @@ def load_decays(ctx: IntraKdaWarpgroup) -> None:
     log2_decay = qk.scaled_log2_decay(raw, ctx.gmem.qkg, bias, resets, WIDE)
     write(smem.log2_decay.at[tile], log2_decay, WIDE)
     commit_smem()
+
+
+def store_inv_norms(ctx: IntraKdaWarpgroup, outputs: IntraKdaOutputs) -> None:
+    """1 / norm of every token's q and k for the gradients, by the warpgroup of the first channels."""
+    if outputs.inv_norms is None:
+        return
+
+    @pl.when(ctx.part.first_tile + ctx.wg == 0)
+    def _():
+        target = ctx.qk.index.tile(outputs.inv_norms)
+        for which in (Q, K):
+            store_from_layout(target.at[which], ctx.qk.inv_norm(which))
 
 
 def write_block_decays(ctx: IntraKdaWarpgroup, with_pairs: bool) -> None:

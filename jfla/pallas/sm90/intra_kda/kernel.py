@@ -136,7 +136,7 @@ def intra_kda(
     kernel = Kernel(
         name="jfla_intra_kda",
         inputs=_operands(gmem, beta if inverts else None),
-        outputs=_output_shapes(grid, key_dim, with_pairs, ring),
+        outputs=_output_shapes(grid, key_dim, with_pairs, options.qk_norm, ring),
         num_ctas=scheduler.num_ctas,
         num_warpgroups=num_warpgroups,
         registers=limits,
@@ -177,11 +177,11 @@ def _intra_results(outputs: IntraKdaOutputs, beta: Gmem) -> IntraResults:
         intra = IntraChunk(outputs.a_qk, outputs.a_inv)
     elif outputs.block_sums is not None:
         intra = sum_blocks(outputs.block_sums, beta)
-    return IntraResults(qk, intra, None)
+    return IntraResults(qk, intra, outputs.inv_norms)
 
 
 def _output_shapes(
-    grid: PartGrid, key_dim: int, with_pairs: bool, ring: RingChunks
+    grid: PartGrid, key_dim: int, with_pairs: bool, qk_norm: bool, ring: RingChunks
 ) -> IntraKdaOutputs:
     """On the host: a `jax.ShapeDtypeStruct` for each."""
     of_qk = grid.chunks.ring_shape(ring.qk)
@@ -197,7 +197,10 @@ def _output_shapes(
         block_sums = jax.ShapeDtypeStruct(
             (*grid.chunks.shape, grid.num_blocks, 2, CHUNK, CHUNK), F32
         )
-    return IntraKdaOutputs(qk_from_start, k_to_end, decay, a, a, block_sums)
+    inv_norms = None
+    if qk_norm and not with_pairs:
+        inv_norms = jax.ShapeDtypeStruct((*grid.chunks.shape, 2, CHUNK), F32)
+    return IntraKdaOutputs(qk_from_start, k_to_end, decay, a, a, block_sums, inv_norms)
 
 
 def _run_channel_warpgroup(

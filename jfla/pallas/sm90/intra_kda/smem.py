@@ -87,6 +87,7 @@ class IntraKdaOutputs(NamedTuple):
     a_inv: Gmem  # the same
     # [B, HV, N, blocks, 2, C, C] float32, with several blocks: what each adds to (q D k^T)^T and (k D k^T)^T.
     block_sums: Gmem
+    inv_norms: Gmem  # [B, HV, N, 2, C] float32 of q and k, under qk_norm without pairs: for the gradients
 
     @property
     def with_pairs(self) -> bool:
