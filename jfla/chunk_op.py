@@ -14,9 +14,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jfla.by_platform import by_platform
 from jfla.linear_rule import differentiable, opaque_forward
 from jfla.pallas import chunk as kernels_of_chunk
-from jfla.pallas.arrays import gate_cotangents
 from jfla.pallas.context import interpreted
 from jfla.pallas.dims import Dims, dims_of
+from jfla.pallas.gate_cotangents import gate_cotangents
 from jfla.pallas.heuristics import Schedule, schedule_of_part
 from jfla.parallel import dims
 from jfla.parallel.sequence import across_devices
@@ -108,7 +108,6 @@ def _backward(
 
         whole = dims_of(inputs, options)
         d = split(inputs, residuals, _own_final(residuals, d_output))
-        # Outside, so that the partitioner sums the gradients of the gate's parameters over rows on other devices.
         return gate_cotangents(inputs, options, _own_initial(inputs, residuals, d))
 
     if not plan.by_platform:

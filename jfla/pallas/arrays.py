@@ -8,7 +8,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 from jfla._inputs.canonicalize import without_padding
-from jfla.gates import Gate, l2norm, log_decay, write_strength
+from jfla.gates import l2norm, log_decay, write_strength
 from jfla.packing import starts, take_rows
 from jfla.pallas.common.chunk_index import CHANNEL_BLOCK
 from jfla.pallas.common.end_copies import return_ends
@@ -336,21 +336,6 @@ def cotangents(
         initial_state=d_initial,
         segment_ids=None,
     )
-
-
-def gate_cotangents(inputs: Inputs, options: Options, d: Inputs) -> Inputs:
-    """From `cotangents` to those of the raw g, the gate's parameters and the raw beta: elementwise, and sums."""
-
-    def elementwise(g: Array, gate: Gate | None, beta: Array) -> tuple[Array, Array]:
-        # Without a gate dg is 0 on padding as it is, and masking it would be a pass of XLA over it.
-        if gate is not None:
-            g = without_padding(g, inputs.segment_ids)
-        beta = without_padding(beta, inputs.segment_ids)
-        return log_decay(g, gate), write_strength(beta, options.beta_max)
-
-    _, adjoint = jax.vjp(elementwise, inputs.g, inputs.gate, inputs.beta)
-    dg, dgate, dbeta = adjoint((d.g, d.beta))
-    return d._replace(g=dg, gate=dgate, beta=dbeta)
 
 
 def _to_query(dx: Array, x: Array, inputs: Inputs, options: Options) -> Array:

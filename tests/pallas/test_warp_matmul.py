@@ -6,20 +6,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.experimental import pallas as pl
 
 import jfla
 from jfla.pallas.mgpu.copies import commit_smem, store_from_layout, write
+from jfla.pallas.mgpu.folded_sums import fold, fold_sums, unfold
 from jfla.pallas.mgpu.launch import launch
-from jfla.pallas.mgpu.mma import zeros
+from jfla.pallas.mgpu.mma import dot, zeros
 from jfla.pallas.mgpu.moves import (
     load_rows,
     load_rows_wide,
     load_scratch,
     store_scratch,
 )
+from jfla.pallas.mgpu.opaque import opaque_zero
 from jfla.pallas.mgpu.smem import BF16, F32, tile_smem
-from jfla.pallas.mgpu.tile_moves import load_matrix
+from jfla.pallas.mgpu.tile_moves import load_matrix, load_matrix_transposed
 from jfla.pallas.mgpu.warp_blocks import only_block
 from jfla.pallas.mgpu.warp_matmul import add_block_products
 from jfla.pallas.sm90.intra_kda.smem import in_two_parts, of_two_parts
@@ -125,3 +128,35 @@ def test_threads_find_again_what_they_have_left():
 
     found = run_kernel(body, x, 2 * SIZE, "own_elements")
     np.testing.assert_array_equal(found, np.concatenate([x, 2 * x], axis=1))
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_rows_of_two_arrays_are_summed_by_one_matmul(which):
+    x, y = draw(*[(SIZE, SIZE)] * 2)
+
+    def body(inputs: Any, out: Any, tile: Any, _barriers: Any) -> None:
+        folded = fold(*[load_rows(ref).astype(F32) for ref in inputs])
+        write(tile, folded.astype(BF16))
+        commit_smem()
+        left = fold_sums(opaque_zero() + 1)
+        sums = dot(zeros(SIZE, SIZE), (left, tile))
+        store_from_layout(out, unfold(sums)[which])
+
+    found = run_kernel(body, (x, y), SIZE, f"folded_sums_{which}")
+    want = np.asarray((x, y)[which], np.float64).sum(axis=0)
+    np.testing.assert_allclose(found, np.broadcast_to(want, found.shape), atol=0.1)
+    assert np.abs(want).max() > 10
+
+
+def test_rows_of_a_tile_are_loaded_transposed():
+    (x,) = draw((SIZE, SIZE))
+
+    def body(x_gmem: Any, out: Any, tile: Any, _barriers: Any) -> None:
+        write(tile, load_rows(x_gmem))
+        commit_smem()
+        for first in range(0, SIZE, BLOCK):
+            block = load_matrix_transposed(tile.at[pl.ds(first, BLOCK)])
+            store_from_layout(out.at[:, pl.ds(first, BLOCK)], block.astype(F32))
+
+    found = run_kernel(body, x, SIZE, "rows_transposed")
+    np.testing.assert_array_equal(found, np.asarray(x, np.float32).T)

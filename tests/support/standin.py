@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jfla import chunk_op
-from jfla.gates import log_decay, write_strength
+from jfla.gates import Gate, log_decay, write_strength
 from jfla.pallas.dims import dims_of
 from jfla.pallas.heuristics import Schedule, schedule
 from jfla.parallel.stretch import Stretch
@@ -61,6 +61,28 @@ class Standin:
         kept = xla.Residuals(pairs, residuals.entered)
         d = xla.backward_of(inputs, options, kept, DeltaRuleOutput(do, d_final))
         return d._replace(segment_ids=None)
+
+
+def gate_grads(
+    g: jax.Array, gate: Gate, dg: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`jfla.pallas.common.gate_grads.gate_grads` in plain JAX."""
+
+    def of_row(g: jax.Array, dg: jax.Array) -> tuple[jax.Array, ...]:
+        channels = g.shape[1:]
+        a_log = jnp.zeros(channels[0]) if gate.a_log is None else gate.a_log
+        dt_bias = jnp.zeros(channels) if gate.dt_bias is None else gate.dt_bias
+
+        def decay(g: jax.Array, bias: jax.Array, a_log: jax.Array) -> jax.Array:
+            whole = dataclasses.replace(gate, a_log=a_log, dt_bias=bias)
+            return log_decay(g[None], whole)[0]
+
+        dx, d_bias, d_rate = jax.vjp(decay, g, dt_bias, a_log)[1](dg)
+        # The kernel leaves it by channels.
+        by_channel = jnp.zeros(channels).at[:, 0].set(d_rate)
+        return dx, d_bias, by_channel
+
+    return jax.vmap(of_row)(g, dg)
 
 
 def op_of(name: str, by_platform: bool = False) -> Any:

@@ -86,6 +86,30 @@ def load_rows_wide(source_gmem: Gmem) -> Reg:
     return load(source_gmem)  # pyright: ignore[reportCallIssue]
 
 
+def add_halves(sums: Reg, x: Reg) -> Reg:
+    """Sums of columns so far and x [64, columns], both in the layout WIDE: what they add up to over rows is right.
+
+    Of a thread's two rows the second is added to the first, so that the sums take half the registers.
+    """
+    if interpreting():
+        return sums + x
+    out: Any = plgpu.ShapeDtypeStruct(x.shape, x.dtype, WIDE)
+
+    @plgpu.inline_mgpu(arg_types=(WIDE, WIDE), return_type=out)
+    def add(_: InlineContext, sums: Fragments, x: Fragments) -> Fragments:
+        total = sums.registers.flatten()
+        rows = x.registers.flatten()
+        for n in range(0, len(rows), HALVES):
+            total[n] = arith.addf(total[n], arith.addf(rows[n], rows[n + 1]))
+        return mosaic.FragmentedArray(
+            _registers=total.reshape(sums.registers.shape),
+            _layout=sums.layout,
+            _is_signed=None,
+        )
+
+    return add(sums, x)  # pyright: ignore[reportCallIssue]: the first argument is Mosaic's
+
+
 class _Rows:
     """A thread's rows of an array in global memory, from one of its columns on."""
 
