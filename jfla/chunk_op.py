@@ -52,16 +52,20 @@ def _forward(
     options: Options,
     plan: Plan,
     for_backward: bool,
-) -> tuple[DeltaRuleOutput, Residuals]:
-    def kernels(inputs: Inputs) -> tuple[DeltaRuleOutput, Residuals]:
-        stretch = stretch_of(inputs, options)
+) -> tuple[DeltaRuleOutput, Residuals | None]:
+    """Residuals only `for_backward`: else some are rings, whose dimensions are not those that may be split."""
 
-        @split_by((dims.inputs_of(options),), (dims.output_of(options), dims.RESIDUALS))
-        def split(inputs: Inputs) -> tuple[DeltaRuleOutput, Residuals]:
+    def kernels(inputs: Inputs) -> tuple[DeltaRuleOutput, Residuals | None]:
+        stretch = stretch_of(inputs, options)
+        kept = dims.RESIDUALS if for_backward else None
+
+        @split_by((dims.inputs_of(options),), (dims.output_of(options), kept))
+        def split(inputs: Inputs) -> tuple[DeltaRuleOutput, Residuals | None]:
             schedule = plan.schedule_for(inputs, options, whole)
-            return kernels_of_chunk.forward(
+            output, residuals = kernels_of_chunk.forward(
                 inputs, options, schedule, for_backward=for_backward, stretch=stretch
             )
+            return output, residuals if for_backward else None
 
         whole = dims_of(inputs, options)
         output, residuals = vary_with(split(inputs), *inputs[:5])
@@ -73,9 +77,11 @@ def _forward(
     if not plan.by_platform:
         return kernels(inputs)
 
-    def portable(inputs: Inputs) -> tuple[DeltaRuleOutput, Residuals]:
+    def portable(inputs: Inputs) -> tuple[DeltaRuleOutput, Residuals | None]:
         output, own = xla.forward(inputs, options)
         _, residuals = jax.eval_shape(kernels, inputs)
+        if residuals is None:
+            return output, None
         unused = jax.tree.map(
             lambda x: jnp.zeros(x.shape, x.dtype), residuals._replace(entered=None)
         )
@@ -181,7 +187,11 @@ class _Rule:
 
     def _kernels(self, inputs: Inputs) -> tuple[DeltaRuleOutput, Residuals]:
         with interpreted(self.plan.interpret):
-            return _forward(inputs, self.options, self.plan, for_backward=True)
+            output, residuals = _forward(
+                inputs, self.options, self.plan, for_backward=True
+            )
+            assert residuals is not None
+            return output, residuals
 
     def backward(
         self, inputs: Inputs, residuals: Residuals, d_output: DeltaRuleOutput

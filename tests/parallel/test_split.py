@@ -27,8 +27,9 @@ from support.standin import op_of
 import jfla
 from benchmarks.h200 import H200
 from jfla.pallas import heuristics
+from jfla.pallas.dims import Dims
 from jfla.parallel.split import split_by
-from jfla.types import DeltaRuleOutput
+from jfla.types import CHUNK, GDN, KDA, DeltaRuleOutput
 
 COLLECTIVES = re.compile(
     r"\b(all-gather|all-to-all|collective-permute|all-reduce)(?:-start)?\("
@@ -236,6 +237,39 @@ def test_kernels_compiled_for_four_gpus_move_no_activation(op, implementation, c
     assert set(COLLECTIVES.findall(text)) == {"all-reduce"}
     assert re.search(r"bf16\[1,256,2,64\]", text)  # a device's part of v
     assert not re.search(r"\[2,256,[24],64\]", text)
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(
+    ("op", "batch", "time", "rows", "heads"),
+    [
+        ("gdn", 8, 4096, "x", None),
+        pytest.param("gdn", 1, 8192, None, "y", marks=pytest.mark.slow),
+        pytest.param("kda", 8, 4096, "x", None, marks=pytest.mark.slow),
+        ("kda", 2, 8192, "x", "y"),
+    ],
+)
+def test_a_forward_alone_compiled_for_four_gpus_moves_nothing(
+    op, batch, time, rows, heads
+):
+    """With what the kernels hand from one to the other in rings, which have no rows."""
+    mesh = described_on_four_h200s(op, time=64)["q"].sharding.mesh
+    lay = NamedSharding(mesh, P(rows, None, heads))
+    shape = (batch, time, 32)
+    described = lambda *channels, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(
+        (*shape, *channels), dtype, sharding=lay
+    )
+    g = described(*([128] if op == "kda" else []), dtype=jnp.float32)
+    arrays = [*[described(128)] * 3, g, described(dtype=jnp.float32)]
+    chunk = functools.partial(getattr(jfla, f"chunk_{op}"), implementation="pallas")
+    with jfla.pallas.compiling_for("9.0"):
+        dims = Dims(batch, 32, time // CHUNK, 128, 128)
+        usual = heuristics.schedule(KDA if op == "kda" else GDN, dims)
+        assert usual.overlap_ctas
+        assert usual.ring_chunks
+        program = jax.jit(lambda arrays: chunk(*arrays).output)
+        text = program.trace(arrays).lower().compile().as_text()
+    assert not COLLECTIVES.findall(text)
 
 
 @pytest.mark.aot
