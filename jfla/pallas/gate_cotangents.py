@@ -62,10 +62,15 @@ def _by_kernel(
         return vary_with(copies, g, dg)
 
     copies, adjoint = jax.vjp(copies_of_rows, gate)
-    by_rows = []
+    by_row = []
     if gate.a_log is not None:
-        by_rows.append(jnp.sum(da_log, axis=-1))
+        by_row.append(jnp.sum(da_log, axis=-1))
     if gate.dt_bias is not None:
-        by_rows.append(dt_bias)
-    (dgate,) = adjoint([x.reshape(copy.shape) for x, copy in zip(by_rows, copies)])
+        by_row.append(dt_bias)
+    like_copies = jax.tree.map(
+        lambda x, copy: x.reshape(copy.shape),
+        by_row,
+        copies,
+    )
+    (dgate,) = adjoint(like_copies)
     return dx.astype(g.dtype), dgate

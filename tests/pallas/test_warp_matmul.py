@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 
 import jfla
 from jfla.pallas.mgpu.copies import commit_smem, store_from_layout, write
-from jfla.pallas.mgpu.folded_sums import fold, fold_sums, unfold
+from jfla.pallas.mgpu.folded_sums import fold, fold_selector, unfold
 from jfla.pallas.mgpu.launch import launch
 from jfla.pallas.mgpu.mma import dot, zeros
 from jfla.pallas.mgpu.moves import (
@@ -138,7 +138,7 @@ def test_rows_of_two_arrays_are_summed_by_one_matmul(which):
         folded = fold(*[load_rows(ref).astype(F32) for ref in inputs])
         write(tile, folded.astype(BF16))
         commit_smem()
-        left = fold_sums(opaque_zero() + 1)
+        left = fold_selector(opaque_zero() + 1)
         sums = dot(zeros(SIZE, SIZE), (left, tile))
         store_from_layout(out, unfold(sums)[which])
 

@@ -62,6 +62,12 @@ def coarse_log1p(x: Reg) -> Reg:
     return jnp.where(x < _SMALL, x * (1.0 - 0.5 * x), jnp.log(1.0 + x))
 
 
+def inverse(x: Reg) -> Reg:
+    """1 / x of x >= 1, by one instruction and a product, where a division takes several."""
+    inv_root = lax.rsqrt(x)
+    return inv_root * inv_root
+
+
 def log2_decay(
     kind: GateKind,
     x: Reg,
@@ -84,9 +90,7 @@ def log2_decay(
         softplus = jnp.maximum(x, 0.0) + log1p(jnp.exp(excess - jnp.abs(x)))
         x = -scale * softplus
     elif kind.name == "sigmoid":
-        # One instruction, where a division takes a dozen.
-        inv_root = lax.rsqrt(1.0 + jnp.exp(-rate[1] * (x + bias)))
-        x = kind.lower_bound * inv_root * inv_root
+        x = kind.lower_bound * inverse(1.0 + jnp.exp(-rate[1] * (x + bias)))
     return jnp.maximum(x * (LOG2E * times), strongest * times)
 
 

@@ -1,7 +1,7 @@
 """Kernel jfla_gate_grads: the raw gate input and the cotangent of the log decay to those of the input and parameters.
 
-Of a gate per channel. It reads both arrays once and writes one, and is bound by that; XLA reads them again for each
-parameter, and its exponentials and logarithms take longer than the bytes.
+Of a gate per channel. It reads both arrays once and writes one. XLA reads them again for each parameter, and its
+exponentials and logarithms of softplus take longer than the bytes.
 
 With x the raw input and its bias, rate = exp(a_log) of the head:
 
@@ -29,6 +29,7 @@ from jfla.pallas.common.gate import (
     GateKind,
     gate_kind,
     gate_parameters,
+    inverse,
 )
 from jfla.pallas.mgpu.copies import load_with_layout, store_from_layout
 from jfla.pallas.mgpu.iota import iota, per_column, per_row
@@ -80,10 +81,10 @@ def gate_grads(
     def body(
         gmem: GateOperands, out_gmem: GateGrads, _smem: Smem, _barriers: Barrier
     ) -> None:
-        slices, channels, head, row = (
-            lax.axis_index(name) for name in ("slice", "tile", "head", "row")
-        )
-        columns = pl.ds(channels * TILE_K, TILE_K)
+        time_slice = lax.axis_index("slice")
+        head = lax.axis_index("head")
+        row = lax.axis_index("row")
+        columns = pl.ds(lax.axis_index("tile") * TILE_K, TILE_K)
         rate = (gmem.rates[head, 0], gmem.rates[head, 1])
         bias = load_with_layout(gmem.bias.at[head, columns], WIDE.reduce(0))
         bias = per_column(bias, CHUNK, WIDE)
@@ -103,12 +104,12 @@ def gate_grads(
             return add_halves(sums[0], dx), add_halves(sums[1], da_log)
 
         none = plgpu.layout_cast(jnp.zeros((CHUNK, TILE_K), F32), WIDE)
-        begin = slices * TILES_PER_CTA
+        begin = time_slice * TILES_PER_CTA
         end = jnp.minimum(begin + TILES_PER_CTA, num_tiles)
         sums = lax.fori_loop(begin, end, add_tile, (none, none))
         for target, x in zip((out_gmem.dt_bias, out_gmem.da_log), sums):
             of_channels = jnp.sum(x, axis=0)
-            store_from_layout(target.at[row, head, slices, columns], of_channels)
+            store_from_layout(target.at[row, head, time_slice, columns], of_channels)
 
     per_cta = jax.ShapeDtypeStruct((batch, heads, num_slices, key_dim), F32)
     grads = launch(
@@ -135,27 +136,21 @@ def _derive(
     a_log, scale = rate
     if kind.name == "sigmoid":
         power = jnp.exp(-jnp.abs(scale * x))
-        sigmoid = _inverse(1.0 + power)
+        sigmoid = inverse(1.0 + power)
         dx = dg * (kind.lower_bound * scale) * (power * sigmoid * sigmoid)
-        alive = dg != 0.0
+        has_gradient = dg != 0.0
         da_log = dx * x
     else:
         excess = jnp.clip(a_log - MAX_LOG_RATE, 0.0, MAX_LOG_RATE)  # see `log2_decay`
         power = jnp.exp(excess - jnp.abs(x))
         decay = -scale * (jnp.maximum(x, 0.0) + _log1p(power))
-        sigmoid = _inverse(1.0 + power) * jnp.where(x < 0.0, power, 1.0)
+        sigmoid = inverse(1.0 + power) * jnp.where(x < 0.0, power, 1.0)
         dx = -scale * sigmoid * dg
         da_log = decay * dg
         # Of a decay that is 0, dg is what rounding has left, and the rate has no bound.
-        alive = (dg != 0.0) & (decay * LOG2E > STRONGEST_OF_CHANNEL)
-    dx, da_log = (jnp.where(alive, y, jnp.zeros_like(y)) for y in (dx, da_log))
+        has_gradient = (dg != 0.0) & (decay * LOG2E > STRONGEST_OF_CHANNEL)
+    dx, da_log = (jnp.where(has_gradient, y, jnp.zeros_like(y)) for y in (dx, da_log))
     return dx, da_log
-
-
-def _inverse(x: Reg) -> Reg:
-    """1 / x of x >= 1."""
-    inv_root = lax.rsqrt(x)
-    return inv_root * inv_root
 
 
 def _log1p(x: Reg) -> Reg:

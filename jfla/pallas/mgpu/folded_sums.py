@@ -40,7 +40,7 @@ def fold(upper: Reg, lower: Reg) -> Reg:
     return add(upper, lower)  # pyright: ignore[reportCallIssue]: the first argument is Mosaic's
 
 
-def fold_sums(one: Index) -> Reg:
+def fold_selector(one: Index) -> Reg:
     """[64, 64] bf16, the left operand to a folded right one: the sums over the rows of either array, in all its rows.
 
     `one` is a 1 that LLVM does not know: a matrix that it knows would be made too late for the tensor cores.
@@ -66,7 +66,7 @@ def fold_sums(one: Index) -> Reg:
 
 
 def unfold(sums: Reg) -> list[Reg]:
-    """Of what `fold_sums` gave, [64, columns] of the first array and of the second: all rows are alike."""
+    """Of what `fold_selector` gave, [64, columns] of the first array and of the second: all rows are alike."""
     if interpreting():
         halves = sums.reshape(_HALVED)
         return [

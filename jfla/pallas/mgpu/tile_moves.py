@@ -7,6 +7,7 @@ The stores have no barriers: everything that was read there must have been commi
 before it is read.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from jax.experimental.mosaic.gpu import utils
@@ -91,48 +92,52 @@ def load_matrix(tile_smem: Smem, first: int = 0, columns: int = TILE_ROWS) -> Re
     """[64, columns] of a tile, from column `first` on, by ldmatrix; both are multiples of 16."""
     if interpreting():
         return tile_smem[:, first : first + columns]
-    out: Any = plgpu.ShapeDtypeStruct((TILE_ROWS, columns), tile_smem.dtype, WGMMA)
 
-    @plgpu.inline_mgpu(arg_types=(_tile_type(tile_smem),), return_type=out)
-    def load(_: InlineContext, tile: MemRef) -> Fragments:
-        thread = Thread()
+    def place(address: TileAddresses, thread: Thread, column: int) -> Scalar:
         lane = MatrixLane(thread)
-        address = TileAddresses(tile, lane.row)
         rows = multiply_add(thread.warp, HALVES, lane.half)
-        pair = ir.VectorType.get((2,), ir.MemRefType(tile.type).element_type)
-        registers = {}
-        for column in range(0, columns // PART, 2):
-            first_number = first // PART + column
-            place = address.of(rows, lane.neighbour, first_number=first_number)
-            for n, word in enumerate(ldmatrix(place)):
-                registers[column + n // HALVES, n % HALVES] = llvm.bitcast(pair, word)
-        return from_parts(registers)
+        number = first // PART + column
+        return address.of(rows, lane.neighbour, first_number=number)
 
-    return load(tile_smem)  # pyright: ignore[reportCallIssue]: the first argument is Mosaic's
+    return _load_parts(tile_smem, columns, place)
 
 
 def load_matrix_transposed(rows_smem: Smem) -> Reg:
     """The transpose [64, rows] of rows of a tile of 64 columns, by ldmatrix; rows are a multiple of 16."""
     if interpreting():
         return rows_smem[...].T
-    shape = (TILE_ROWS, rows_smem.shape[0])
-    out: Any = plgpu.ShapeDtypeStruct(shape, rows_smem.dtype, WGMMA)
 
-    @plgpu.inline_mgpu(arg_types=(_tile_type(rows_smem),), return_type=out)
-    def load(_: InlineContext, rows: MemRef) -> Fragments:
-        thread = Thread()
+    def place(address: TileAddresses, thread: Thread, column: int) -> Scalar:
         lane = MatrixLane(thread)
-        address = TileAddresses(rows, lane.row)
         number = multiply_add(thread.warp, HALVES, lane.half)
-        pair = ir.VectorType.get((2,), ir.MemRefType(rows.type).element_type)
+        return address.of(lane.neighbour, number, first_rows=column)
+
+    return _load_parts(rows_smem, rows_smem.shape[0], place, ".trans")
+
+
+def _load_parts(
+    source_smem: Smem,
+    columns: int,
+    place: Callable[[TileAddresses, Thread, int], Scalar],
+    suffix: str = "",
+) -> Reg:
+    """[64, columns]: two columns of parts by an ldmatrix, from `place(address, thread, first of the two)`."""
+    shape = (TILE_ROWS, columns)
+    out: Any = plgpu.ShapeDtypeStruct(shape, source_smem.dtype, WGMMA)
+
+    @plgpu.inline_mgpu(arg_types=(_tile_type(source_smem),), return_type=out)
+    def load(_: InlineContext, source: MemRef) -> Fragments:
+        thread = Thread()
+        address = TileAddresses(source, MatrixLane(thread).row)
+        pair = ir.VectorType.get((2,), ir.MemRefType(source.type).element_type)
         registers = {}
-        for column in range(0, shape[1] // PART, 2):
-            place = address.of(lane.neighbour, number, first_rows=column)
-            for n, word in enumerate(ldmatrix(place, ".trans")):
+        for column in range(0, columns // PART, 2):
+            words = ldmatrix(place(address, thread, column), suffix)
+            for n, word in enumerate(words):
                 registers[column + n // HALVES, n % HALVES] = llvm.bitcast(pair, word)
         return from_parts(registers)
 
-    return load(rows_smem)  # pyright: ignore[reportCallIssue]: the first argument is Mosaic's
+    return load(source_smem)  # pyright: ignore[reportCallIssue]: the first argument is Mosaic's
 
 
 def ldmatrix(place: Scalar, suffix: str = "") -> list[Scalar]:

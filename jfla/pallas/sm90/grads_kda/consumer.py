@@ -25,7 +25,7 @@ from jfla.pallas.mgpu.copies import (
     write,
     write_transposed,
 )
-from jfla.pallas.mgpu.folded_sums import fold, fold_sums, unfold
+from jfla.pallas.mgpu.folded_sums import fold, fold_selector, unfold
 from jfla.pallas.mgpu.iota import iota, per_column, per_row
 from jfla.pallas.mgpu.layouts import COLS, ROWS, WIDE
 from jfla.pallas.mgpu.mma import MatmulQueue, Sum, dot, zeros
@@ -230,14 +230,16 @@ def norm_vjp(ctx: GradsKdaWarpgroup, dq: Reg, dk: Reg) -> tuple[Reg, Reg]:
     """x = y / |y|, so dy = (dx - x (x . dx)) / |y|; x . dx takes all channels, of both consumers."""
     sync = ctx.sync_consumers if ctx.spec.num_tiles == KDA_CONSUMERS else commit_smem
     products = fold(all_tokens(ctx, Q) * dq, all_tokens(ctx, K) * dk)
-    sync()  # the weights have been read
-    write(ctx.smem.weights.at[ctx.own_tile], products.astype(BF16))
+    # The products take the place of the weights, which both consumers have read in `add_pairs` by now.
     sync()
-    left = fold_sums(ctx.zero + 1)
+    write(ctx.smem.weights.at[ctx.own_tile], products.astype(BF16))
+    # The matmul reads the products of both.
+    sync()
+    left = fold_selector(ctx.zero + 1)
     tiles = [ctx.smem.weights.at[ctx.zero + n] for n in range(ctx.spec.num_tiles)]
-    dots_of_both = dot(zeros(CHUNK, CHUNK), *[(left, tile) for tile in tiles])
+    sums = dot(zeros(CHUNK, CHUNK), *[(left, tile) for tile in tiles])
     grads = []
-    for which, dx, x_dot_dx in zip((Q, K), (dq, dk), unfold(dots_of_both)):
+    for which, dx, x_dot_dx in zip((Q, K), (dq, dk), unfold(sums)):
         # `all_tokens` of q are scaled, once in their products with dq and once here.
         x_dot_dx = x_dot_dx * ctx.qk.scale(which) ** -2
         dx = dx - all_tokens(ctx, which) * x_dot_dx
