@@ -3,37 +3,32 @@
 Pallas emits constants and the thread index again at every use: half of a module's operations are duplicates. Mosaic's
 pipeline eliminates common subexpressions late, after conversion passes over all of them, so they are eliminated here.
 
-The module's host function encodes a TMA descriptor for every array, from sizes, strides and a box that it stores on the
-stack. LLVM's SLP vectorizer compares these stores pairwise: for a dozen descriptors, a sixth of the compile time.
+The module's host function passes TMA descriptors of 128 bytes, one for every array and box, to the kernel by value: as
+one array of bytes, of which LLVM schedules the loads and the stores one by one, in time quadratic in their number. They
+are passed as 64-bit words.
 """
 
 import io
 
 from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm
 from jaxlib.mlir.passmanager import PassManager
 
-# `mosaic_gpu-serde` reads and writes the stable form in which XLA gets a module.
-_PIPELINE = """builtin.module(
-    mosaic_gpu-serde{serialize=false},
-    cse,
-    mosaic_gpu-serde{serialize=true}
-)"""
+# XLA gets a module in a stable form, whose operations belong to a dialect that is not registered.
+_READ = "builtin.module(mosaic_gpu-serde{serialize=false}, cse)"
+_WRITE = "builtin.module(mosaic_gpu-serde{serialize=true})"
 
 
 def simplify_module(bytecode: bytes, context: ir.Context) -> bytes:
     """The simplified module. `context` has Mosaic's passes: that of the program from which the module comes."""
     allowed = context.allow_unregistered_dialects
-    # The stable form's operations belong to a dialect that is not registered.
     context.allow_unregistered_dialects = True
     try:
         with context:
             module = ir.Module.parse(bytecode)
-            _keep_host_code_scalar(module)
-            passes = PassManager.parse(_PIPELINE)
-            passes.enable_verifier(
-                False
-            )  # Mosaic verifies the module when it compiles it
-            passes.run(module.operation)
+            _run(_READ, module)
+            _pass_descriptors_as_words(module)
+            _run(_WRITE, module)
     finally:
         context.allow_unregistered_dialects = allowed
     written = io.BytesIO()
@@ -41,10 +36,24 @@ def simplify_module(bytecode: bytes, context: ir.Context) -> bytes:
     return written.getvalue()
 
 
-def _keep_host_code_scalar(module: ir.Module) -> None:
-    """Sets `noimplicitfloat` on the host function: LLVM's SLP vectorizer skips functions with this attribute."""
-    for operation in module.body:
-        attributes = operation.operation.attributes
-        if "llvm.emit_c_interface" in attributes:
-            of_llvm = [ir.StringAttr.get("noimplicitfloat")]
-            attributes["llvm.passthrough"] = ir.ArrayAttr.get(of_llvm)
+def _run(pipeline: str, module: ir.Module) -> None:
+    passes = PassManager.parse(pipeline)
+    passes.enable_verifier(False)  # Mosaic verifies the module when it compiles it
+    passes.run(module.operation)
+
+
+def _pass_descriptors_as_words(module: ir.Module) -> None:
+    """The host function's array of bytes, which becomes an argument of the kernel, as one of 64-bit words."""
+    byte = ir.IntegerType.get_signless(8)
+    word = ir.IntegerType.get_signless(64)
+    (host_function,) = (
+        x.operation
+        for x in module.body
+        if "llvm.emit_c_interface" in x.operation.attributes
+    )
+    (block,) = host_function.regions[0].blocks
+    for operation in block:
+        for value in operation.operation.results:
+            type_ = value.type
+            if isinstance(type_, llvm.ArrayType) and type_.element_type == byte:
+                value.set_type(llvm.ArrayType.get(word, type_.num_elements // 8))
