@@ -277,7 +277,8 @@ def log2_decays(x: KernelArrays, inputs: Inputs) -> Float[Array, "B T HV"]:
 def qkg_operands(x: KernelArrays, inputs: Inputs) -> QkgOperands:
     """What the kernels of a gate per channel read."""
     rates, bias = gate_parameters(inputs.gate, inputs.v.shape[2], inputs.g.shape[-1])
-    return QkgOperands(x.q, x.k, x.g, rates, bias, x.resets)
+    log2_bias = None if bias is None else LOG2E * bias
+    return QkgOperands(x.q, x.k, x.g, rates, log2_bias, x.resets)
 
 
 def qk_options(x: KernelArrays, inputs: Inputs, options: Options) -> QkOptions:

@@ -9,7 +9,7 @@ import pytest
 
 import jfla
 from jfla.gates import log_decay
-from jfla.pallas.common.gate_grads import TILES_PER_CTA, gate_grads
+from jfla.pallas.common.gate_grads import TOKENS_PER_CTA, gate_grads
 
 HEADS, CHANNELS = 2, 64
 KINDS = [jfla.SoftplusGate, jfla.SigmoidGate]
@@ -51,7 +51,7 @@ def hold(found, want, bound):
     [
         (64, "float32"),
         (100, "bfloat16"),
-        (64 * TILES_PER_CTA + 70, "float32"),
+        (TOKENS_PER_CTA + 70, "float32"),
     ],
 )
 def test_cotangents_are_those_of_the_gate(kind, time, dtype):

@@ -20,7 +20,7 @@ STRONGEST = -150.0
 # every 170 bits that a channel loses in 16 tokens (`pair_passes.py`).
 STRONGEST_OF_CHANNEL = -64.0
 MAX_LOG_RATE = 60.0
-_SMALL = 0.018  # below, log1p(x) is x - x^2 / 2 to 1e-4 of its value
+_SMALL = 0.018  # below, log(1 + x) is x - x^2 / 2 to 1e-4 of its value
 
 
 class GateKind(NamedTuple):
@@ -57,9 +57,9 @@ def gate_parameters(
     return rates, bias.reshape(heads, gate_dim)
 
 
-def coarse_log1p(x: Reg) -> Reg:
-    """log(1 + x) of x >= 0 to about 1e-4 of its value, which is enough beside 16-bit operands."""
-    return jnp.where(x < _SMALL, x * (1.0 - 0.5 * x), jnp.log(1.0 + x))
+def coarse_log2_1p(x: Reg) -> Reg:
+    """log2(1 + x) of x >= 0 to about 1e-4 of its value, which is enough beside 16-bit operands."""
+    return jnp.where(x < _SMALL, x * (LOG2E - 0.5 * LOG2E * x), jnp.log2(1.0 + x))
 
 
 def inverse(x: Reg) -> Reg:
@@ -72,26 +72,32 @@ def log2_decay(
     kind: GateKind,
     x: Reg,
     rate: Any,
-    bias: Any,
-    log1p: Callable[[Reg], Reg] = coarse_log1p,
+    log2_bias: Any,
+    log2_1p: Callable[[Reg], Reg] = coarse_log2_1p,
     times: float = 1.0,
     strongest: float = STRONGEST,
 ) -> Reg:
     """Raw gate input [C, channels] float32 to log2 decay in [strongest, 0], times a constant.
 
-    `rate` is (a_log, exp(a_log)) of the head and `bias` is shaped like x; None without a gate.
+    `rate` is (a_log, exp(a_log)) of the head, and `log2_bias`, shaped like x, LOG2E times the gate's; None without a
+    gate. All is in powers of 2, which spares factors of LOG2E:
+
+        LOG2E softplus(x) = max(y, 0) + log2(1 + 2^-|y|)    with y = LOG2E x
     """
+    if kind.name == "none":
+        return jnp.maximum(x * (LOG2E * times), strongest * times)
+    y = x * LOG2E + log2_bias
+    a_log, scale = rate
     if kind.name == "softplus":
-        a_log, scale = rate
-        x = x + bias
         # What `scale` lacks of exp(a_log) goes to the exponential: far below zero both give exp(a_log + x), and
         # the decay is 0 anywhere else.
-        excess = jnp.clip(a_log - MAX_LOG_RATE, 0.0, MAX_LOG_RATE)
-        softplus = jnp.maximum(x, 0.0) + log1p(jnp.exp(excess - jnp.abs(x)))
-        x = -scale * softplus
-    elif kind.name == "sigmoid":
-        x = kind.lower_bound * inverse(1.0 + jnp.exp(-rate[1] * (x + bias)))
-    return jnp.maximum(x * (LOG2E * times), strongest * times)
+        excess = LOG2E * jnp.clip(a_log - MAX_LOG_RATE, 0.0, MAX_LOG_RATE)
+        softplus = jnp.maximum(y, 0.0) + log2_1p(jnp.exp2(excess - jnp.abs(y)))
+        decay = softplus * (-times * scale)
+    else:
+        bound = kind.lower_bound * LOG2E * times
+        decay = bound * inverse(1.0 + jnp.exp2(y * -scale))
+    return jnp.maximum(decay, strongest * times)
 
 
 def with_resets(x: Reg, resets: Reg, times: float = 1.0, layout: Layout = WGMMA) -> Reg:

@@ -8,7 +8,7 @@ With x the raw input and its bias, rate = exp(a_log) of the head:
     softplus   g = -rate softplus(x)              dx = -dg rate sigmoid(x)               da_log = dg g
     sigmoid    g = lower sigmoid(rate x)          dx = dg lower rate sigmoid'(rate x)    da_log = dx x
 
-A CTA is one warpgroup. It has 64 channels of a head and some tiles of 64 tokens, whose sums it leaves.
+A CTA is one warpgroup. It has up to 128 channels of a head and some tiles of tokens, whose sums it leaves.
 """
 
 from typing import NamedTuple
@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from jfla.gates import Gate
-from jfla.pallas.common.chunk_index import TILE_K
+from jfla.pallas.common.chunk_index import CHANNEL_BLOCK, TILE_K
 from jfla.pallas.common.gate import (
     LOG2E,
     MAX_LOG_RATE,
@@ -34,13 +34,15 @@ from jfla.pallas.common.gate import (
 from jfla.pallas.mgpu.copies import load_with_layout, store_from_layout
 from jfla.pallas.mgpu.iota import iota, per_column, per_row
 from jfla.pallas.mgpu.launch import launch
-from jfla.pallas.mgpu.layouts import WIDE
-from jfla.pallas.mgpu.moves import add_halves
+from jfla.pallas.mgpu.layouts import whole_rows
+from jfla.pallas.mgpu.moves import add_rows
 from jfla.pallas.mgpu.smem import F32
 from jfla.pallas.mgpu.types import Barrier, Gmem, Index, Reg, Smem
 from jfla.types import CHUNK
 
-TILES_PER_CTA = 8  # of 64 tokens
+TILE_ELEMENTS = 4096  # of 64 or 128 channels
+TOKENS_PER_CTA = 128
+WARPGROUP_VECTORS = 512  # elements of a warpgroup's vectors of four
 
 
 class GateOperands(NamedTuple):
@@ -75,8 +77,12 @@ def gate_grads(
     """
     batch, time, heads, key_dim = g.shape
     kind = gate_kind(gate)
-    num_tiles = -(-time // CHUNK)
-    num_slices = -(-num_tiles // TILES_PER_CTA)
+    width = min(key_dim, CHANNEL_BLOCK)
+    tokens = TILE_ELEMENTS // width
+    tiles_per_cta = TOKENS_PER_CTA // tokens
+    num_tiles = -(-time // tokens)
+    num_slices = -(-num_tiles // tiles_per_cta)
+    layout = whole_rows(width)
 
     def body(
         gmem: GateOperands, out_gmem: GateGrads, _smem: Smem, _barriers: Barrier
@@ -84,28 +90,29 @@ def gate_grads(
         time_slice = lax.axis_index("slice")
         head = lax.axis_index("head")
         row = lax.axis_index("row")
-        columns = pl.ds(lax.axis_index("tile") * TILE_K, TILE_K)
+        columns = pl.ds(lax.axis_index("block") * width, width)
         rate = (gmem.rates[head, 0], gmem.rates[head, 1])
-        bias = load_with_layout(gmem.bias.at[head, columns], WIDE.reduce(0))
-        bias = per_column(bias, CHUNK, WIDE)
+        bias = load_with_layout(gmem.bias.at[head, columns], layout.reduce(0))
+        bias = per_column(bias, tokens, layout)
 
         def add_tile(tile: Index, sums: tuple[Reg, Reg]) -> tuple[Reg, Reg]:
             # The last tile ends with the last token, and begins with tokens of the tile before it.
-            first = jnp.minimum(tile * CHUNK, time - CHUNK)
-            part = (row, pl.ds(first, CHUNK), head, columns)
-            dg = load_with_layout(gmem.dg.at[part], WIDE)
-            raw = load_with_layout(gmem.g.at[part], WIDE)
+            first = jnp.minimum(tile * tokens, time - tokens)
+            part = (row, pl.ds(first, tokens), head, columns)
+            dg = load_with_layout(gmem.dg.at[part], layout)
+            raw = load_with_layout(gmem.g.at[part], layout)
             dx, da_log = _derive(kind, raw.astype(F32) + bias, rate, dg)
             store_from_layout(out_gmem.dg.at[part], dx.astype(out_gmem.dg.dtype))
-            if time % CHUNK:
-                token = iota(CHUNK, WIDE.reduce(1)) + first
-                is_new = per_row(token, TILE_K, WIDE) >= tile * CHUNK
+            if time % tokens:
+                token = iota(tokens, layout.reduce(1)) + first
+                is_new = per_row(token, width, layout) >= tile * tokens
                 dx, da_log = (jnp.where(is_new, x, 0.0 * x) for x in (dx, da_log))
-            return add_halves(sums[0], dx), add_halves(sums[1], da_log)
+            return add_rows(sums[0], dx), add_rows(sums[1], da_log)
 
-        none = plgpu.layout_cast(jnp.zeros((CHUNK, TILE_K), F32), WIDE)
-        begin = time_slice * TILES_PER_CTA
-        end = jnp.minimum(begin + TILES_PER_CTA, num_tiles)
+        none = jnp.zeros((WARPGROUP_VECTORS // width, width), F32)
+        none = plgpu.layout_cast(none, layout)
+        begin = time_slice * tiles_per_cta
+        end = jnp.minimum(begin + tiles_per_cta, num_tiles)
         sums = lax.fori_loop(begin, end, add_tile, (none, none))
         for target, x in zip((out_gmem.dt_bias, out_gmem.da_log), sums):
             of_channels = jnp.sum(x, axis=0)
@@ -116,12 +123,12 @@ def gate_grads(
         body,
         GateOperands(g, dg.astype(F32), *gate_parameters(gate, heads, key_dim)),
         GateGrads(jax.ShapeDtypeStruct(g.shape, g.dtype), per_cta, per_cta),
-        # Tiles of a head side by side, and heads: neighbours in memory.
+        # Channels of a head side by side, and heads: neighbours in memory.
         grid={
             "row": batch,
             "slice": num_slices,
             "head": heads,
-            "tile": key_dim // TILE_K,
+            "block": key_dim // width,
         },
         num_warpgroups=1,
         name="jfla_gate_grads",

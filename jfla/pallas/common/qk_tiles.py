@@ -17,6 +17,7 @@ from jfla.pallas.common.gate import (
     log2_decay,
     with_resets,
 )
+from jfla.pallas.mgpu.columns import widened
 from jfla.pallas.mgpu.copies import Copies, commit_smem, load_with_layout
 from jfla.pallas.mgpu.iota import iota, per_column, per_row
 from jfla.pallas.mgpu.layouts import ROWS, WGMMA
@@ -30,13 +31,13 @@ Q, K = range(2)
 
 
 class QkgOperands(NamedTuple):
-    """q, k and g in global memory. `rates` and `bias` belong to the gate, if there is one, `resets` to packing."""
+    """q, k and g in global memory. `rates` and `log2_bias` belong to the gate, if there is one, `resets` to packing."""
 
     q: Gmem  # [B, T, H, K]
     k: Gmem  # [B, T, H, K]
     g: Gmem  # [B, T, HV, K], raw where there is a gate
     rates: Gmem  # [HV, 2] or None: a_log and exp(a_log)
-    bias: Gmem  # [HV, K] or None
+    log2_bias: Gmem  # [HV, K] or None
     resets: Gmem  # [B, T] or None
 
 
@@ -127,46 +128,47 @@ class QkTiles(NamedTuple):
         """A tile of g as the caller passed it, straight from global memory."""
         if layout == WGMMA:
             return self.for_rows(gmem.g, tile, load_rows)
-        return self.for_rows(gmem.g, tile, load_rows_wide)
+        load_wide = functools.partial(load_rows_wide, layout=layout)
+        return self.for_rows(gmem.g, tile, load_wide)
 
     def write_decays(
         self,
         tile: Index,
         gmem: QkgOperands,
-        bias_smem: Smem,
+        log2_bias_smem: Smem,
         resets_smem: Smem,
         decay_smem: Smem,
     ) -> None:
         """A tile of the gate, as the caller passed it, to `scaled_log2_decay` in shared memory."""
         raw = self.load_raw_gate(gmem, tile)
-        decay_smem[...] = self.scaled_log2_decay(raw, gmem, bias_smem, resets_smem)
+        decay_smem[...] = self.scaled_log2_decay(raw, gmem, log2_bias_smem, resets_smem)
         commit_smem()
 
     def scaled_log2_decay(
         self,
         raw: Reg,
         gmem: QkgOperands,
-        bias_smem: Smem,
+        log2_bias_smem: Smem,
         resets_smem: Smem,
         layout: Layout = WGMMA,
     ) -> Reg:
         """float16 log2 decay times GATE_SCALE of a tile of raw gate input in `layout`, with packing applied.
 
-        `bias_smem` is the tile's [64], `resets_smem` the chunk's [C], either None.
+        `log2_bias_smem` is the tile's [64], `resets_smem` the chunk's [C], either None.
         """
         head = self.index.head
-        bias = None
-        if bias_smem is not None:
-            bias = load_with_layout(bias_smem, layout.reduce(0))
-            bias = per_column(bias, CHUNK, layout)
+        log2_bias = None
+        if log2_bias_smem is not None:
+            log2_bias = load_with_layout(log2_bias_smem, layout.reduce(0))
+            log2_bias = per_column(log2_bias, CHUNK, layout)
         rate = (
             None if self.options.no_gate else (gmem.rates[head, 0], gmem.rates[head, 1])
         )
         decay = log2_decay(
             self.options.gate,
-            raw.astype(F32),
+            widened(raw, layout),
             rate,
-            bias,
+            log2_bias,
             times=GATE_SCALE,
             strongest=STRONGEST_OF_CHANNEL,
         )

@@ -6,6 +6,8 @@ Cutting and joining cost nothing: a thread has its part of every block of column
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic import gpu as mosaic
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
@@ -13,15 +15,16 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 
 from jfla.pallas.context import interpreting
 from jfla.pallas.mgpu.layouts import TILE_ROWS, WGMMA
-from jfla.pallas.mgpu.smem import F32
+from jfla.pallas.mgpu.smem import BF16, F32
 from jfla.pallas.mgpu.thread import (
     PART,
+    element_of,
     from_parts,
     parts,
     parts_of,
     with_element,
 )
-from jfla.pallas.mgpu.types import Fragments, InlineContext, Reg, Vector
+from jfla.pallas.mgpu.types import Fragments, InlineContext, Layout, Reg, Vector
 
 
 def split_columns(x: Reg, columns: int) -> list[Reg]:
@@ -72,26 +75,35 @@ def join_columns(blocks: list[Reg], count: int | None = None, first: int = 0) ->
     return join(*blocks)  # pyright: ignore[reportCallIssue]
 
 
-def widened(x: Reg) -> Reg:
-    """bf16 x in float32: two instructions a pair, where a cast takes three."""
-    if interpreting():
+def widened(x: Reg, layout: Layout = WGMMA) -> Reg:
+    """x in float32; of bf16 by two instructions a pair, where a cast takes three."""
+    if interpreting() or x.dtype != BF16:
         return x.astype(F32)
-    out: Any = plgpu.ShapeDtypeStruct(x.shape, jnp.dtype(F32), WGMMA)
+    out: Any = plgpu.ShapeDtypeStruct(x.shape, jnp.dtype(F32), layout)
 
-    @plgpu.inline_mgpu(arg_types=(WGMMA,), return_type=out)
+    @plgpu.inline_mgpu(arg_types=(layout,), return_type=out)
     def widen(_: InlineContext, x: Fragments) -> Fragments:
-        i32 = ir.IntegerType.get_signless(32)
-        pair_type = ir.VectorType.get((2,), ir.F32Type.get())
-
-        def wide(pair: Vector) -> Vector:
-            bits = llvm.bitcast(i32, pair)
-            both = llvm.mlir_undef(ir.VectorType.get((2,), i32))
-            low = arith.shli(bits, utils.c(16, i32))
-            high = arith.andi(bits, utils.c(-65536, i32))
-            for n, part in enumerate((low, high)):
-                both = with_element(both, n, part)
-            return vector.bitcast(pair_type, both)
-
-        return from_parts({part: wide(pair) for part, pair in parts(x).items()})
+        registers = [_widened_vector(register) for register in x.registers.flatten()]
+        flat = np.array(registers, dtype=object)
+        return mosaic.FragmentedArray(
+            _registers=flat.reshape(x.registers.shape),
+            _layout=x.layout,
+            _is_signed=None,
+        )
 
     return widen(x)  # pyright: ignore[reportCallIssue]
+
+
+def _widened_vector(x: Vector) -> Vector:
+    """A vector of an even number of bf16 in float32."""
+    (size,) = ir.VectorType(x.type).shape
+    i32 = ir.IntegerType.get_signless(32)
+    pairs = vector.bitcast(ir.VectorType.get((size // 2,), i32), x)
+    wide = llvm.mlir_undef(ir.VectorType.get((size,), i32))
+    for n in range(size // 2):
+        bits = element_of(pairs, n)
+        low = arith.shli(bits, utils.c(16, i32))
+        high = arith.andi(bits, utils.c(-65536, i32))
+        wide = with_element(wide, 2 * n, low)
+        wide = with_element(wide, 2 * n + 1, high)
+    return vector.bitcast(ir.VectorType.get((size,), ir.F32Type.get()), wide)

@@ -11,7 +11,7 @@ from jfla.pallas.context import interpreting
 from jfla.pallas.machine import on_hopper
 from jfla.pallas.mgpu.cache_hint import hint_evict_first
 from jfla.pallas.mgpu.cp_async import THREADS, cp_async, wait_cp_async
-from jfla.pallas.mgpu.layouts import ROWS, TILE_ROWS, WGMMA, WIDE
+from jfla.pallas.mgpu.layouts import ROWS, TILE_ROWS, WGMMA, WIDE, WIDER
 from jfla.pallas.mgpu.smem import transposed
 from jfla.pallas.mgpu.tile_moves import (
     store_matrix,
@@ -96,8 +96,8 @@ def write(target_smem: Smem, x: Reg, layout: Layout | None = None) -> None:
         store_pairs(target_smem, x)
     elif len(x.shape) == 1:
         _write_line(target_smem, x)
-    elif layout == WIDE:
-        store_wide(target_smem, x)
+    elif layout in (WIDE, WIDER):
+        store_wide(target_smem, x, layout)
     else:
         store_matrix(target_smem, x)
 

@@ -12,13 +12,14 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from jfla.pallas.context import interpreting
-from jfla.pallas.mgpu.layouts import TILE_ROWS, WGMMA, WIDE
+from jfla.pallas.mgpu.layouts import TILE_ROWS, WGMMA, WIDER, whole_rows
 from jfla.pallas.mgpu.smem import F32
 from jfla.pallas.mgpu.thread import (
     BLOCK_ROWS,
     HALVES,
     PART,
     WIDE_COLUMNS,
+    WIDER_COLUMNS,
     Thread,
     element_of,
     from_parts,
@@ -32,6 +33,7 @@ from jfla.pallas.mgpu.types import (
     Fragments,
     Gmem,
     InlineContext,
+    Layout,
     MemRef,
     Reg,
     Scalar,
@@ -59,50 +61,55 @@ def load_rows(source_gmem: Gmem) -> Reg:
     return load(source_gmem)  # pyright: ignore[reportCallIssue]
 
 
-def load_rows_wide(source_gmem: Gmem) -> Reg:
-    """`load_rows` in the layout WIDE, of columns in multiples of 16."""
+def load_rows_wide(source_gmem: Gmem, layout: Layout) -> Reg:
+    """`load_rows` in the layout WIDE or WIDER, of columns in multiples of 16 or 32."""
     if interpreting():
         return source_gmem[...]
     shape = source_gmem.shape
-    out: Any = plgpu.ShapeDtypeStruct(shape, source_gmem.dtype, WIDE)
+    count = WIDER_COLUMNS if layout == WIDER else WIDE_COLUMNS
+    out: Any = plgpu.ShapeDtypeStruct(shape, source_gmem.dtype, layout)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=out)
     def load(_: InlineContext, source: MemRef) -> Fragments:
         thread = Thread()
-        rows = _Rows(source, thread, thread.wide_column)
-        layout = mosaic.WGMMA_LAYOUT_UPCAST_2X
+        if layout == WIDER:
+            first = arith.muli(thread.pair, i32(WIDER_COLUMNS))
+        else:
+            first = thread.wide_column
+        rows = _Rows(source, thread, first)
         registers = [
-            rows.load(WIDE_COLUMNS, half, column)
-            for column in range(0, shape[1], 4 * WIDE_COLUMNS)
+            rows.load(count, half, column)
+            for column in range(0, shape[1], 4 * count)
             for half in range(HALVES)
         ]
         flat = np.array(registers, dtype=object)
         return mosaic.FragmentedArray(
-            _registers=flat.reshape(layout.registers_shape(shape)),
-            _layout=layout,
+            _registers=flat.reshape(layout.to_mgpu().registers_shape(shape)),
+            _layout=layout.to_mgpu(),
             _is_signed=None,
         )
 
     return load(source_gmem)  # pyright: ignore[reportCallIssue]
 
 
-def add_halves(sums: Reg, x: Reg) -> Reg:
-    """Sums of columns so far and x [64, columns], both in the layout WIDE: what they add up to over rows is right.
+def add_rows(sums: Reg, x: Reg) -> Reg:
+    """Sums over rows [n, columns] and x [a multiple of n, columns], in the layout `whole_rows`: a register a thread.
 
-    Of a thread's two rows the second is added to the first, so that the sums take half the registers.
+    Every thread adds all of its rows of x to its row of `sums`.
     """
+    rows, columns = sums.shape
     if interpreting():
-        return sums + x
-    out: Any = plgpu.ShapeDtypeStruct(x.shape, x.dtype, WIDE)
+        return sums + jnp.sum(x.reshape(-1, rows, columns), axis=0)
+    layout = whole_rows(columns)
+    out: Any = plgpu.ShapeDtypeStruct(sums.shape, sums.dtype, layout)
 
-    @plgpu.inline_mgpu(arg_types=(WIDE, WIDE), return_type=out)
+    @plgpu.inline_mgpu(arg_types=(layout, layout), return_type=out)
     def add(_: InlineContext, sums: Fragments, x: Fragments) -> Fragments:
-        total = sums.registers.flatten()
-        rows = x.registers.flatten()
-        for n in range(0, len(rows), HALVES):
-            total[n] = arith.addf(total[n], arith.addf(rows[n], rows[n + 1]))
+        (total,) = sums.registers.flatten()
+        for row in x.registers.flatten():
+            total = arith.addf(total, row)
         return mosaic.FragmentedArray(
-            _registers=total.reshape(sums.registers.shape),
+            _registers=np.array([total], dtype=object).reshape(sums.registers.shape),
             _layout=sums.layout,
             _is_signed=None,
         )

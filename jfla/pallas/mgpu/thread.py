@@ -20,6 +20,7 @@ NUM_WARPS = TILE_ROWS // BLOCK_ROWS
 PART = 8  # rows and columns of a part
 HALVES = 2  # parts of a warp, one over the other
 WIDE_COLUMNS = 4  # neighbours of a row that a thread has in the layout WIDE
+WIDER_COLUMNS = 8  # the same in the layout WIDER
 
 
 class Thread:

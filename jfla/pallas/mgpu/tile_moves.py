@@ -16,7 +16,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from jfla.pallas.context import interpreting
-from jfla.pallas.mgpu.layouts import TILE_ROWS, WGMMA, WIDE
+from jfla.pallas.mgpu.layouts import TILE_ROWS, WGMMA, WIDER
 from jfla.pallas.mgpu.smem import SWIZZLE_BYTES, tile_transforms
 from jfla.pallas.mgpu.thread import (
     HALVES,
@@ -30,7 +30,15 @@ from jfla.pallas.mgpu.thread import (
     parts,
     pointer_at,
 )
-from jfla.pallas.mgpu.types import Fragments, InlineContext, MemRef, Reg, Scalar, Smem
+from jfla.pallas.mgpu.types import (
+    Fragments,
+    InlineContext,
+    Layout,
+    MemRef,
+    Reg,
+    Scalar,
+    Smem,
+)
 
 # Eight neighbours of a row; the swizzle exchanges the vectors of a row.
 VECTOR_BYTES = 16
@@ -218,21 +226,29 @@ def store_transposed(tile_smem: Smem, x: Reg) -> None:
     store(x, tile_smem)  # pyright: ignore[reportCallIssue]: the first argument is Mosaic's
 
 
-def store_wide(tile_smem: Smem, x: Reg) -> None:
-    """x [64, 64] in the layout WIDE to a tile."""
+def store_wide(tile_smem: Smem, x: Reg, layout: Layout) -> None:
+    """x [64, 64] in the layout WIDE or WIDER to a tile."""
 
-    @plgpu.inline_mgpu(arg_types=(WIDE, _tile_type(tile_smem)))
+    @plgpu.inline_mgpu(arg_types=(layout, _tile_type(tile_smem)))
     def store(_: InlineContext, x: Fragments, tile: MemRef) -> None:
         thread = Thread()
-        # Four threads have 16 columns of a row, two vectors: a half vector each.
-        vector_of_two = arith.remui(thread.pair, i32(2))
-        half_of_vector = arith.divui(thread.pair, i32(2))
         address = TileAddresses(tile, thread.row)
-        byte = arith.muli(half_of_vector, i32(VECTOR_BYTES // 2))
+        if layout == WIDER:
+            # Four threads have 32 columns of a row, four vectors: a vector each.
+            vectors = 4
+            own_vector = thread.pair
+            byte = None
+        else:
+            # Four threads have 16 columns of a row, two vectors: a half vector each.
+            vectors = 2
+            own_vector = arith.remui(thread.pair, i32(2))
+            half_of_vector = arith.divui(thread.pair, i32(2))
+            byte = arith.muli(half_of_vector, i32(VECTOR_BYTES // 2))
         for n, register in enumerate(x.registers.flatten()):
             column, half = divmod(n, HALVES)
             rows = multiply_add(thread.warp, HALVES, i32(half))
-            place = address.of(rows, vector_of_two, first_number=2 * column, byte=byte)
+            first = vectors * column
+            place = address.of(rows, own_vector, first_number=first, byte=byte)
             llvm.store(register, place)
 
     store(x, tile_smem)  # pyright: ignore[reportCallIssue]: the first argument is Mosaic's

@@ -94,8 +94,8 @@ def load_qk(ctx: GradsKdaCta, copies: Copies) -> None:
     """Starts the copies of q, k and the gate's vectors."""
     qkg = ctx.gmem.qkg
     ctx.qk.prefetch(0, qkg.q, qkg.k, copies)
-    if ctx.bias is not None:
-        copies.start(qkg.bias.at[ctx.index.head, ctx.columns], ctx.bias)
+    if ctx.log2_bias is not None:
+        copies.start(qkg.log2_bias.at[ctx.index.head, ctx.columns], ctx.log2_bias)
     if ctx.resets is not None:
         copies.start(qkg.resets.at[ctx.index.batch, ctx.index.tokens], ctx.resets)
 
@@ -294,7 +294,9 @@ def run_chunk(ctx: GradsKdaCta, out_gmem: KernelGrads) -> None:
     if ctx.qk.options.qk_norm:
         ctx.qk.write_square_norms(0, ctx.gmem.qkg)
         commit_smem()
-    ctx.qk.write_decays(0, ctx.gmem.qkg, ctx.bias, ctx.resets, ctx.smem.decay.at[0])
+    ctx.qk.write_decays(
+        0, ctx.gmem.qkg, ctx.log2_bias, ctx.resets, ctx.smem.decay.at[0]
+    )
     grads = grads_of_states(ctx, num_v_tiles, out_gmem.dg)
     grads, zero = add_pairs(ctx, grads)
     store_grads(ctx.with_later_zero(zero), grads, out_gmem)

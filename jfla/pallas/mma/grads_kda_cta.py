@@ -20,7 +20,7 @@ from jfla.types import CHUNK
 
 DO, DV, V_NEW = range(3)  # of SharedStorage.values
 STATE, DSTATE = range(2)  # of SharedStorage.states
-# Of SharedStorage.lines: squared norms of q and k, two lines; bias, where there is a gate, and resets, where sequences
+# Of SharedStorage.lines: squared norms of q and k, two lines; log2_bias, where there is a gate; resets, where sequences
 # are packed; do . v_new and dv . v_new of every token, two lines; of a row the least sum of log2 decays since its block
 # began; what the states give to dg of every token.
 SQUARE_NORMS, BIAS, RESETS, DIAGONALS, LEAST, DG_CHUNK, NUM_LINES = 0, 2, 3, 4, 6, 7, 8
@@ -79,7 +79,7 @@ class GradsKdaCta(NamedTuple):
         return self.smem.lines.at[number, 0]
 
     @property
-    def bias(self) -> Smem:
+    def log2_bias(self) -> Smem:
         return None if self.qk.options.no_gate else self.line(BIAS)
 
     @property

@@ -70,7 +70,7 @@ class SharedStorage(NamedTuple):
     decay: Smem  # float16 tile: log2 decays of the tile of channels, times GATE_SCALE
     rows: Smem  # [2, 2] tiles: q and k with the factors of rows, of the first pass and of another; then a_qk and a_inv
     square_norms: Smem  # [2, 1, C]
-    bias: Smem  # [tiles, 64], where there is a gate
+    log2_bias: Smem  # [tiles, 64], where there is a gate
     resets: Smem  # [C], where sequences are packed
     iota: Smem  # [1, C] int32
     # None of these where the caller has the A matrices.
@@ -105,9 +105,9 @@ def load_chunk(ctx: IntraKdaCta) -> None:
     copies = Copies(None)
     for tile in range(ctx.qk.num_tiles):
         ctx.qk.prefetch(tile, qkg.q, qkg.k, copies)
-        if smem.bias is not None:
-            bias = qkg.bias.at[ctx.index.head, ctx.qk.columns(tile)]
-            copies.start(bias, smem.bias.at[tile])
+        if smem.log2_bias is not None:
+            log2_bias = qkg.log2_bias.at[ctx.index.head, ctx.qk.columns(tile)]
+            copies.start(log2_bias, smem.log2_bias.at[tile])
     if smem.resets is not None:
         copies.start(qkg.resets.at[ctx.index.batch, ctx.index.tokens], smem.resets)
     if smem.beta is not None:
@@ -232,8 +232,8 @@ def run_chunk(ctx: IntraKdaCta, out_gmem: IntraKdaOutputs) -> None:
         pairs, zero = carry
         of_tile = ctx._replace(zero=zero)
         smem = ctx.smem
-        bias = None if smem.bias is None else smem.bias.at[tile]
-        of_tile.qk.write_decays(tile, ctx.gmem.qkg, bias, smem.resets, smem.decay)
+        log2_bias = None if smem.log2_bias is None else smem.log2_bias.at[tile]
+        of_tile.qk.write_decays(tile, ctx.gmem.qkg, log2_bias, smem.resets, smem.decay)
         store_joined_qk(of_tile, tile, out_gmem.qk)
         if out_gmem.intra is not None:
             pairs = add_pairs(of_tile, tile, pairs)
@@ -311,7 +311,7 @@ def _shared_storage(
         decay=tiles(dtype=F16),
         rows=tiles(2, 2) if with_a else None,
         square_norms=vectors(2, 1, CHUNK) if options.qk_norm else None,
-        bias=None if options.no_gate else vectors(num_tiles, TILE_K),
+        log2_bias=None if options.no_gate else vectors(num_tiles, TILE_K),
         resets=None if operands.resets is None else vectors(CHUNK),
         least=vectors(CHUNK) if with_a else None,
         beta=vectors(1, CHUNK) if with_a else None,

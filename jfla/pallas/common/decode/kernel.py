@@ -33,7 +33,7 @@ from jfla.pallas.common.decode.spec import (
     decode_operands,
     decode_outputs,
 )
-from jfla.pallas.common.gate import MAX_LOG_RATE, gate_kind, log2_decay
+from jfla.pallas.common.gate import LOG2E, MAX_LOG_RATE, gate_kind, log2_decay
 from jfla.pallas.mgpu.copies import (
     commit_smem,
     load_with_layout,
@@ -202,15 +202,20 @@ def write_tokens(ctx: DecodeWarpgroup, raw: RawTokens) -> None:
     smem = ctx.smem
     shape = ctx.spec.token_keys_shape
     a_log = jnp.broadcast_to(0.0 if raw.a_log is None else raw.a_log, shape)
-    bias = 0.0 if raw.dt_bias is None else raw.dt_bias
-    if raw.dt_bias is not None and not ctx.spec.scalar_gate:
-        bias = broadcast_to_layout(raw.dt_bias, shape, 1, ctx.layouts.token_keys)
+    log2_bias: Reg | float = 0.0
+    if raw.dt_bias is not None:
+        log2_bias = LOG2E * raw.dt_bias
+        if not ctx.spec.scalar_gate:
+            layout = ctx.layouts.token_keys
+            log2_bias = broadcast_to_layout(log2_bias, shape, 1, layout)
     rate = jnp.exp(jnp.minimum(a_log, MAX_LOG_RATE))
     g = raw.g.astype(F32)
     if ctx.spec.scalar_gate:
         g = per_token_to_keys(ctx, g)
     beta = per_token_to_keys(ctx, raw.beta.astype(F32))
-    exponent = log2_decay(ctx.spec.gate, g, (a_log, rate), bias, log1p=_float32_log1p)
+    exponent = log2_decay(
+        ctx.spec.gate, g, (a_log, rate), log2_bias, log2_1p=_float32_log2_1p
+    )
     smem.decay[...] = jnp.exp2(exponent)
     if options.beta_max is not None:
         beta = options.beta_max / (1.0 + jnp.exp(-beta))
@@ -235,8 +240,8 @@ def l2_normalized(ctx: DecodeWarpgroup, x: Reg) -> Reg:
     return x * per_token_to_keys(ctx, inv_norm)
 
 
-def _float32_log1p(x: Reg) -> Reg:
-    """log(1 + x) of x in 0 .. 1 to float32, also where it is small, because decays multiply over thousands of steps.
+def _float32_log2_1p(x: Reg) -> Reg:
+    """log2(1 + x) of x in 0 .. 1 to float32, also where it is small, because decays multiply over thousands of steps.
 
     log(1 + x) = 2 atanh(x / (2 + x)), by its series: s + s^3 / 3 + .. with s <= 1 / 3. Of larger x, where the decay is
     0, it is positive.
@@ -246,7 +251,7 @@ def _float32_log1p(x: Reg) -> Reg:
     series = s * 0.0 + 1.0 / 15
     for n in (13, 11, 9, 7, 5, 3, 1):
         series = series * square + 1.0 / n
-    return 2.0 * s * series
+    return (2.0 * LOG2E) * s * series
 
 
 def decode_step(ctx: DecodeWarpgroup, t: Index, state: Reg) -> Reg:

@@ -161,8 +161,10 @@ def write_decays(ctx: GradsKdaWarpgroup, raw_gate: Reg) -> None:
     smem = ctx.smem
     tile = ctx.own_tile
     qk = ctx.qk
-    bias = None if smem.bias is None else smem.bias.at[tile]
-    log2_decay = qk.scaled_log2_decay(raw_gate, ctx.gmem.qkg, bias, smem.resets, WIDE)
+    log2_bias = None if smem.log2_bias is None else smem.log2_bias.at[tile]
+    log2_decay = qk.scaled_log2_decay(
+        raw_gate, ctx.gmem.qkg, log2_bias, smem.resets, WIDE
+    )
     write(smem.log2_decay.at[tile], log2_decay, WIDE)
     commit_smem()
     sums = ctx.block_sums()

@@ -95,9 +95,9 @@ def load_qk(ctx: GradsKdaWarpgroup) -> None:
         for source, target in ((qkg.q, smem.q), (qkg.k, smem.k)):
             start = functools.partial(copies.start, target_smem=target.at[tile])
             index.for_rows(source, ctx.spec.heads, columns, start)
-        if smem.bias is not None:
-            bias = qkg.bias.at[index.head, columns]
-            copies.start(bias, smem.bias.at[tile])
+        if smem.log2_bias is not None:
+            log2_bias = qkg.log2_bias.at[index.head, columns]
+            copies.start(log2_bias, smem.log2_bias.at[tile])
     if smem.resets is not None:
         resets = qkg.resets.at[index.batch, index.tokens]
         copies.start(resets, smem.resets)

@@ -110,7 +110,7 @@ class SharedStorage(NamedTuple):
     least: Smem  # [tiles] vectors, by channels: the least sum within a block
     diagonals: Smem  # [2] vectors: do . v_new and dv . v_new of every token
     inv_norms: Smem  # [2] vectors: 1 / norm of every token's q and k, under qk_norm
-    bias: Smem  # [tiles] vectors, by channels, where there is a gate
+    log2_bias: Smem  # [tiles] vectors, by channels, where there is a gate
     resets: Smem  # vector, where sequences are packed
 
 
@@ -294,7 +294,7 @@ def _storage_with_stages(
         least=vectors(num_tiles),
         diagonals=vectors(2),
         inv_norms=vectors(2) if spec.options.qk_norm else None,
-        bias=None if spec.options.no_gate else vectors(num_tiles),
+        log2_bias=None if spec.options.no_gate else vectors(num_tiles),
         resets=None if operands.resets is None else vectors(),
     )
 

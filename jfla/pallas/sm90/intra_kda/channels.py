@@ -49,7 +49,7 @@ from jfla.pallas.mgpu.copies import (
     write,
 )
 from jfla.pallas.mgpu.iota import per_row
-from jfla.pallas.mgpu.layouts import WIDE
+from jfla.pallas.mgpu.layouts import WIDER
 from jfla.pallas.mgpu.mma import zeros
 from jfla.pallas.mgpu.opaque import pin
 from jfla.pallas.mgpu.smem import BF16, F32
@@ -109,17 +109,17 @@ def load_decays(ctx: IntraKdaWarpgroup) -> None:
     smem = ctx.smem
     tile = ctx.wg
     slot = ctx.slot
-    raw = qk.load_raw_gate(ctx.gmem.qkg, tile, WIDE)
+    raw = qk.load_raw_gate(ctx.gmem.qkg, tile, WIDER)
     plgpu.barrier_wait(ctx.barriers.qk_full.at[2 * tile + slot])
     if qk.options.qk_norm:
         # While g is on its way. A fence would wait for it; the arrival of every thread orders its stores before the
         # other warpgroup's loads, which come behind `norms`.
         qk.write_square_norms(tile, None if ctx.has_all_channels else ctx.gmem.qkg)
         plgpu.barrier_arrive(ctx.barriers.norms)
-    bias = None if smem.bias is None else smem.bias.at[slot, tile]
+    log2_bias = None if smem.log2_bias is None else smem.log2_bias.at[slot, tile]
     resets = None if smem.resets is None else smem.resets.at[slot, tile]
-    log2_decay = qk.scaled_log2_decay(raw, ctx.gmem.qkg, bias, resets, WIDE)
-    write(smem.log2_decay.at[tile], log2_decay, WIDE)
+    log2_decay = qk.scaled_log2_decay(raw, ctx.gmem.qkg, log2_bias, resets, WIDER)
+    write(smem.log2_decay.at[tile], log2_decay, WIDER)
     commit_smem()
 
 

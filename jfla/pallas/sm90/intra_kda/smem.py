@@ -106,7 +106,7 @@ class SharedStorage(NamedTuple):
     square_norms: Smem  # [2 chunks, 2, tiles, C]
     decay_union: Smem  # a pair: see `_decay_smem`
     block_decay: Smem  # [tiles, NUM_BLOCK_SPANS, 64]: the decays over `block_spans`
-    bias: Smem  # [2 chunks, tiles, 64], where there is a gate
+    log2_bias: Smem  # [2 chunks, tiles, 64], where there is a gate
     resets: Smem  # [2 chunks, tiles, C], where sequences are packed
     # None of these where the caller has the A matrices.
     least: Smem  # [2 chunks, tiles, C]: by channels, the least sum within a block
@@ -143,7 +143,7 @@ class SharedStorage(NamedTuple):
             square_norms=vectors(2, 2, num_tiles) if options.qk_norm else None,
             decay_union=_decay_smem(num_tiles),
             block_decay=vectors(num_tiles, NUM_BLOCK_SPANS),
-            bias=None if options.no_gate else vectors(2, num_tiles),
+            log2_bias=None if options.no_gate else vectors(2, num_tiles),
             resets=None if gmem.resets is None else vectors(2, num_tiles),
             least=vectors(2, num_tiles) if with_pairs else None,
             rows=tiles(num_tiles, rows=2 * CHUNK) if with_pairs else None,
@@ -285,9 +285,10 @@ class IntraKdaWarpgroup(NamedTuple):
             start = functools.partial(copies.start, target_smem=target.at[slot, tile])
             index.for_rows(source, self.qk.value_heads, columns, start)
         index.for_rows(qkg.g, self.qk.value_heads, columns, prefetch_to_l2)
-        if self.smem.bias is not None:
+        if self.smem.log2_bias is not None:
             copies.start(
-                qkg.bias.at[index.head, columns], self.smem.bias.at[slot, tile]
+                qkg.log2_bias.at[index.head, columns],
+                self.smem.log2_bias.at[slot, tile],
             )
         if self.smem.resets is not None:
             resets = qkg.resets.at[index.batch, index.tokens]
