@@ -10,9 +10,11 @@ import pytest
 from jax.experimental import pallas as pl
 
 import jfla
+from jfla.pallas.mgpu.columns import widened
 from jfla.pallas.mgpu.copies import commit_smem, store_from_layout, write
 from jfla.pallas.mgpu.folded_sums import fold, fold_selector, unfold
 from jfla.pallas.mgpu.launch import launch
+from jfla.pallas.mgpu.layouts import WIDE, WIDER
 from jfla.pallas.mgpu.mma import dot, zeros
 from jfla.pallas.mgpu.moves import (
     load_rows,
@@ -104,14 +106,30 @@ def test_some_columns_of_a_tile_are_loaded():
     np.testing.assert_array_equal(found, x[:, 2 * BLOCK : 3 * BLOCK].astype(F32))
 
 
-def test_wide_loads_are_of_the_same_rows():
+@pytest.mark.parametrize(("name", "layout"), [("wide", WIDE), ("wider", WIDER)])
+def test_wide_loads_are_of_the_same_rows(name, layout):
     (x,) = draw((SIZE, SIZE), dtype=F32)
 
     def body(x_gmem: Any, out: Any, _smem: Any, _barriers: Any) -> None:
-        store_from_layout(out, jnp.abs(load_rows_wide(x_gmem)))
+        store_from_layout(out, jnp.abs(load_rows_wide(x_gmem, layout)))
 
-    found = run_kernel(body, x, SIZE, "wide_rows")
+    found = run_kernel(body, x, SIZE, f"{name}_rows")
     np.testing.assert_array_equal(found, np.abs(x))
+
+
+@pytest.mark.parametrize(("name", "layout"), [("wide", WIDE), ("wider", WIDER)])
+def test_wide_stores_are_to_the_same_rows(name, layout):
+    """Of bfloat16, widened before, with a sign that float32 keeps."""
+    (x,) = draw((SIZE, SIZE))
+
+    def body(x_gmem: Any, out: Any, tile: Any, _barriers: Any) -> None:
+        rows = widened(load_rows_wide(x_gmem, layout), layout)
+        write(tile, (-2 * rows).astype(BF16), layout)
+        commit_smem()
+        store_from_layout(out, widened(load_matrix(tile)))
+
+    found = run_kernel(body, x, SIZE, f"{name}_tile")
+    np.testing.assert_array_equal(found, -2 * x.astype(F32))
 
 
 def test_threads_find_again_what_they_have_left():
