@@ -20,10 +20,12 @@ def run(gate, g, dg):
         return jax.jit(gate_grads)(g, gate, dg)
 
 
-def drawn(kind, time, dtype="float32", a_log=(-3.0, 1.0), batch=2, seed=0):
+def drawn(
+    kind, time, dtype="float32", a_log=(-3.0, 1.0), batch=2, seed=0, channels=CHANNELS
+):
     rng = np.random.default_rng(seed)
-    g = jnp.asarray(4 * rng.standard_normal((batch, time, HEADS, CHANNELS)), dtype)
-    bias = jnp.asarray(rng.standard_normal((HEADS, CHANNELS)), jnp.float32)
+    g = jnp.asarray(4 * rng.standard_normal((batch, time, HEADS, channels)), dtype)
+    bias = jnp.asarray(rng.standard_normal((HEADS, channels)), jnp.float32)
     gate = kind(jnp.asarray(a_log, jnp.float32), bias)
     # As of a decay: what has lost all of its past has no gradient.
     dg = rng.standard_normal(g.shape) * np.exp(np.asarray(gate(g), np.float64))
@@ -60,6 +62,17 @@ def test_cotangents_are_those_of_the_gate(kind, time, dtype):
     want_dx, want_gate = exact(gate, g, dg)
     assert dx.dtype == g.dtype
     hold(dx, want_dx, 2e-3 if dtype == "bfloat16" else 2e-6)
+    hold(dt_bias.sum(axis=0), want_gate.dt_bias, 1e-5)
+    hold(da_log.sum(axis=(0, 2)), want_gate.a_log, 1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("channels", [128, 192, 256])
+def test_every_block_of_channels_has_its_cotangents(kind, channels):
+    gate, g, dg = drawn(kind, 100, batch=1, channels=channels)
+    dx, dt_bias, da_log = run(gate, g, dg)
+    want_dx, want_gate = exact(gate, g, dg)
+    hold(dx, want_dx, 2e-6)
     hold(dt_bias.sum(axis=0), want_gate.dt_bias, 1e-5)
     hold(da_log.sum(axis=(0, 2)), want_gate.a_log, 1e-4)
 

@@ -8,7 +8,7 @@ With x the raw input and its bias, rate = exp(a_log) of the head:
     softplus   g = -rate softplus(x)              dx = -dg rate sigmoid(x)               da_log = dg g
     sigmoid    g = lower sigmoid(rate x)          dx = dg lower rate sigmoid'(rate x)    da_log = dx x
 
-A CTA is one warpgroup. It has up to 128 channels of a head and some tiles of tokens, whose sums it leaves.
+A CTA is one warpgroup. It has 64 or 128 channels of a head and some tiles of tokens, whose sums it leaves.
 """
 
 from typing import NamedTuple
@@ -42,7 +42,7 @@ from jfla.types import CHUNK
 
 TILE_ELEMENTS = 4096  # of 64 or 128 channels
 TOKENS_PER_CTA = 128
-WARPGROUP_VECTORS = 512  # elements of a warpgroup's vectors of four
+ELEMENTS_AT_ONCE = 512  # four neighbours of each thread
 
 
 class GateOperands(NamedTuple):
@@ -77,7 +77,7 @@ def gate_grads(
     """
     batch, time, heads, key_dim = g.shape
     kind = gate_kind(gate)
-    width = min(key_dim, CHANNEL_BLOCK)
+    width = TILE_K if key_dim % CHANNEL_BLOCK else CHANNEL_BLOCK
     tokens = TILE_ELEMENTS // width
     tiles_per_cta = TOKENS_PER_CTA // tokens
     num_tiles = -(-time // tokens)
@@ -109,7 +109,7 @@ def gate_grads(
                 dx, da_log = (jnp.where(is_new, x, 0.0 * x) for x in (dx, da_log))
             return add_rows(sums[0], dx), add_rows(sums[1], da_log)
 
-        none = jnp.zeros((WARPGROUP_VECTORS // width, width), F32)
+        none = jnp.zeros((ELEMENTS_AT_ONCE // width, width), F32)
         none = plgpu.layout_cast(none, layout)
         begin = time_slice * tiles_per_cta
         end = jnp.minimum(begin + tiles_per_cta, num_tiles)
