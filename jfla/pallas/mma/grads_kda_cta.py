@@ -23,7 +23,15 @@ STATE, DSTATE = range(2)  # of SharedStorage.states
 # Of SharedStorage.lines: squared norms of q and k, two lines; log2_bias, where there is a gate; resets, where sequences
 # are packed; do . v_new and dv . v_new of every token, two lines; of a row the least sum of log2 decays since its block
 # began; what the states give to dg of every token.
-SQUARE_NORMS, BIAS, RESETS, DIAGONALS, LEAST, DG_CHUNK, NUM_LINES = 0, 2, 3, 4, 6, 7, 8
+SQUARE_NORMS, LOG2_BIAS, RESETS, DIAGONALS, LEAST, DG_CHUNK, NUM_LINES = (
+    0,
+    2,
+    3,
+    4,
+    6,
+    7,
+    8,
+)
 LEAST_OF_ALL = DG_CHUNK  # which has been read by then
 HIGH, LOW = range(2)  # the two bf16 parts of a number
 
@@ -80,7 +88,7 @@ class GradsKdaCta(NamedTuple):
 
     @property
     def log2_bias(self) -> Smem:
-        return None if self.qk.options.no_gate else self.line(BIAS)
+        return None if self.qk.options.no_gate else self.line(LOG2_BIAS)
 
     @property
     def resets(self) -> Smem:

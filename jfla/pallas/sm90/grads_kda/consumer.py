@@ -122,7 +122,8 @@ def sums_over_v(ctx: GradsKdaWarpgroup) -> tuple[SumsOverV, Reg]:
             if v_tile == 0:
                 # g is loaded before the first stage is freed: behind the producer's next copies of 56 KiB to it the
                 # loads would wait for some thousand cycles. And it is loaded behind the wait for that stage: the poll
-                # of its barrier would wait in one queue with the loads.
+                # of its barrier would wait in one queue with the loads. With eight neighbours a thread (WIDER), as the
+                # intra-chunk kernel has them, ptxas spills registers here.
                 raw_gate = ctx.qk.load_raw_gate(ctx.gmem.qkg, ctx.own_tile, WIDE)
             factors = [load_matrix_transposed(x) for x in (state, dstate)]
             product = widened(factors[0]) * widened(factors[1])
