@@ -28,8 +28,9 @@ def scale_rows_and_columns(
     x: Reg, scaling_smem: Smem, zero: Index, inverse: bool = False
 ) -> Reg:
     """s x t of x [C, C]; or t x s, for the inverse."""
-    rows = load_with_layout(scaling_smem.at[zero + inverse], ROWS)
-    columns = load_with_layout(scaling_smem.at[zero + 1 - inverse], COLS)
+    left, right = (1, 0) if inverse else (0, 1)
+    rows = load_with_layout(scaling_smem.at[zero + left], ROWS)
+    columns = load_with_layout(scaling_smem.at[zero + right], COLS)
     x = x * per_row(rows, CHUNK)
     return x * per_column(columns, CHUNK)
 

@@ -8,6 +8,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jfla.pallas.common.packed_rows import INPUTS, RESULTS, PackedRows, Rows
+from jfla.pallas.mgpu.branches import cond
 from jfla.pallas.mgpu.types import Gmem, Index
 from jfla.types import CHUNK
 
@@ -110,7 +111,7 @@ class ChunkIndex(NamedTuple):
         def at_end() -> Any:
             return use(ref_gmem.ends.at[self.batch, -1 - place, :, head, columns])
 
-        return lax.cond(place >= 0, in_place, at_end)
+        return cond(place >= 0, in_place, at_end)
 
 
 class ChunkGrid(NamedTuple):

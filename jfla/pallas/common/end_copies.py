@@ -17,6 +17,7 @@ from jaxtyping import Array, Int, Shaped
 
 from jfla.pallas.common.chunk_index import TILE_V
 from jfla.pallas.common.packed_rows import PackedRows
+from jfla.pallas.mgpu.branches import when
 from jfla.pallas.mgpu.copies import load_with_layout, store_from_layout
 from jfla.pallas.mgpu.cp_async import THREADS
 from jfla.pallas.mgpu.in_place import write_in_place
@@ -89,9 +90,7 @@ class End(NamedTuple):
         for i, x in enumerate(rows):
             row = self.first_row + i
             target = tokens_gmem.at[self.batch, self.first_token + row, columns]
-            pl.when(row < self.num_tokens)(
-                functools.partial(store_from_layout, target, x)
-            )
+            when(row < self.num_tokens)(functools.partial(store_from_layout, target, x))
 
 
 def copy_ends(
@@ -113,9 +112,9 @@ def copy_ends(
             for of_array in zip(tokens_gmem, copies_gmem):
                 _for_column_blocks(fill, *of_array)
 
-        pl.when(of_padding)(lambda: for_arrays(end.clear))
+        when(of_padding)(lambda: for_arrays(end.clear))
         has_copy = jnp.logical_not(of_padding) & (end.num_tokens > 0)
-        pl.when(has_copy)(lambda: for_arrays(end.copy))
+        when(has_copy)(lambda: for_arrays(end.copy))
 
     flat = [x.reshape(*x.shape[:2], -1) for x in rows]
     batch, num_bounds = bounds.shape
@@ -138,7 +137,7 @@ def return_ends(
         tokens_gmem, copies_gmem, bounds_gmem = inputs_gmem
         end = End.of_cta(bounds_gmem)
 
-        @pl.when(end.first_row < end.num_tokens)
+        @when(end.first_row < end.num_tokens)
         def _():
             for of_array in zip(tokens_gmem, copies_gmem):
                 _for_column_blocks(end.give_back, *of_array)

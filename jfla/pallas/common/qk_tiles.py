@@ -54,6 +54,10 @@ class QkOptions(NamedTuple):
         """Whether g is the log decay itself."""
         return self.gate.name == "none"
 
+    def factor(self, which: int) -> float:
+        """What the recurrence multiplies q (or k) with."""
+        return self.scale if which == Q else 1.0
+
 
 class QkTiles(NamedTuple):
     """The q and k of one chunk, bf16 as the caller passed them.
@@ -103,10 +107,6 @@ class QkTiles(NamedTuple):
                 total += y.astype(F32) * y.astype(F32)
             self.square_norms.at[which, tile][...] = jnp.sum(total, axis=1)
 
-    def scale(self, which: int) -> float:
-        """What the recurrence multiplies q (or k) with."""
-        return self.options.scale if which == Q else 1.0
-
     def inv_norm(self, which: int, layout: Layout = ROWS) -> Reg:
         """[C]: 1 / norm of each row of q or k, under qk_norm."""
         lines = [
@@ -120,7 +120,7 @@ class QkTiles(NamedTuple):
         x = load((self.q, self.k)[which].at[tile]).astype(F32)
         if self.options.qk_norm:
             x = x * per_row(self.inv_norm(which), TILE_K)
-        return x * self.scale(which) if which == Q else x
+        return x * self.options.scale if which == Q else x
 
     def load_raw_gate(
         self, gmem: QkgOperands, tile: Index, layout: Layout = WGMMA

@@ -17,6 +17,7 @@ from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfla.pallas.context import interpreting
+from jfla.pallas.mgpu.branches import when
 from jfla.pallas.mgpu.copies import wait_for_stores
 from jfla.pallas.mgpu.launch import allocate, launch
 from jfla.pallas.mgpu.types import (
@@ -85,7 +86,7 @@ class ReadyFlags(NamedTuple):
         earlier = tile + lead.tiles if lead.descending else tile - lead.tiles
         num_tiles = self.flags_gmem.shape[-1]
 
-        @pl.when(earlier < num_tiles if lead.descending else earlier >= 0)
+        @when(earlier < num_tiles if lead.descending else earlier >= 0)
         def _():
             flag = self.flags_gmem.at[(*row, earlier)]
             count = lead.num_writers + lead.num_readers
@@ -216,11 +217,11 @@ def overlap(
         first, second = reversed(roles) if consumer_first else roles
         num_first = first[0].num_ctas
 
-        @pl.when(cta < num_first)
+        @when(cta < num_first)
         def _first():
             _run_role(*first, cta, ready_flags)
 
-        @pl.when(cta >= num_first)
+        @when(cta >= num_first)
         def _second():
             _run_role(*second, cta - num_first, ready_flags)
 

@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 
+from jfla.pallas.mgpu.branches import when
 from jfla.pallas.mgpu.opaque import opaque_zero
 from jfla.pallas.mgpu.types import Index
 
@@ -68,7 +68,7 @@ class TileScheduler(NamedTuple):
         if self.limit is None:
             run()
         else:
-            pl.when(self._first_index(cta, wg) < self.limit)(run)
+            when(self._first_index(cta, wg) < self.limit)(run)
 
     @property
     def end(self) -> Index:

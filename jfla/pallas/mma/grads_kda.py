@@ -38,6 +38,7 @@ from jfla.pallas.common.pair_passes import (
 )
 from jfla.pallas.common.qk_tiles import K, Q, QkgOperands, QkOptions, QkTiles
 from jfla.pallas.common.results import KernelGrads
+from jfla.pallas.mgpu.branches import when
 from jfla.pallas.mgpu.copies import (
     Copies,
     commit_smem,
@@ -212,7 +213,7 @@ def add_pairs(ctx: GradsKdaCta, grads: Grads) -> tuple[Grads, Index]:
         block = step & (NUM_BLOCKS - 1)
         which_pass = lax.div(step, jnp.int32(NUM_BLOCKS)).astype(F32)
 
-        @pl.when(block == 0)
+        @when(block == 0)
         def _():
             write_rows(of_step, which_pass)
 
@@ -273,13 +274,13 @@ def store_grads(ctx: GradsKdaCta, grads: Grads, out_gmem: KernelGrads) -> None:
     dg = sum_over_tokens(ctx, load(ctx.z), before, up_to=True)
     ctx.for_own_rows(out_gmem.dg, lambda rows: store_from_layout(rows, dg))
     diagonal = per_row(load_with_layout(ctx.line(DIAGONALS + Q), ROWS), TILE_K)
-    dq = (grads.dq + diagonal * ctx.qk.scaled(K, ctx.zero)) * ctx.qk.scale(Q)
+    dq = (grads.dq + diagonal * ctx.qk.scaled(K, ctx.zero)) * ctx.qk.options.scale
     dk = grads.dk + diagonal * ctx.qk.scaled(Q, ctx.zero)
     for dx, target in ((dq, out_gmem.dq), (dk, out_gmem.dk)):
         dx = dx.astype(target.dtype)
         ctx.for_own_rows(target, lambda rows, dx=dx: store_from_layout(rows, dx))
 
-    @pl.when(ctx.qk.first == 0)
+    @when(ctx.qk.first == 0)
     def _():
         v_new_dot_dv = -load_with_layout(ctx.line(DIAGONALS + K), ROWS)
         store_from_layout(ctx.index.tile(out_gmem.v_new_dot_dv), v_new_dot_dv)

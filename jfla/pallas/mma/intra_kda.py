@@ -25,6 +25,7 @@ from jfla.pallas.common.packed_rows import places_of
 from jfla.pallas.common.pair_passes import BLOCK, NUM_BLOCKS, RANGE, SHIFT, row_factor
 from jfla.pallas.common.qk_tiles import K, Q, QkgOperands, QkOptions, QkTiles
 from jfla.pallas.common.results import IntraResults
+from jfla.pallas.mgpu.branches import when
 from jfla.pallas.mgpu.copies import (
     Copies,
     commit_smem,
@@ -164,7 +165,7 @@ def add_block(ctx: IntraKdaCta, tile: Index, block: int, pairs: Pairs) -> Pairs:
     def one_pass(which_pass: Index, pairs: Pairs) -> Pairs:
         bits = which_pass.astype(F32)
 
-        @pl.when(which_pass > 0)
+        @when(which_pass > 0)
         def _():
             commit_smem()  # the pass before has read its rows
             write_rows(ctx, tile, ctx.decays.rows_in_block(), bits, ctx.smem.rows.at[1])

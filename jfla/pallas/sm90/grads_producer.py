@@ -12,6 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jfla.pallas.mgpu.branches import when
 from jfla.pallas.mgpu.types import Index
 
 
@@ -28,7 +29,7 @@ def produce_chunk(
     for v_tile in range(ctx.spec.v_tiles):
         stage = ctx.stage(v_tile)
 
-        @pl.when(ctx.v_copy_count(v_tile) >= ctx.num_stages)
+        @when(ctx.v_copy_count(v_tile) >= ctx.num_stages)
         def _(stage: Index = stage):
             plgpu.barrier_wait(ctx.barriers.v_empty.at[stage])
             # Orders what the consumers have read in the stage before the copies to it. A consumer's own fence would
@@ -40,7 +41,7 @@ def produce_chunk(
     if prefetch is not None:
         prefetch(ctx)
 
-    @pl.when(ctx.work.iteration > 0)
+    @when(ctx.work.iteration > 0)
     def _():
         plgpu.barrier_wait(ctx.barriers.chunk_done)
         plgpu.commit_smem()  # the same for the tiles of q and k

@@ -15,7 +15,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfla.gates import NORM_EPSILON
@@ -34,6 +33,7 @@ from jfla.pallas.common.decode.spec import (
     decode_outputs,
 )
 from jfla.pallas.common.gate import LOG2E, MAX_LOG_RATE, gate_kind, log2_decay
+from jfla.pallas.mgpu.branches import int_of, when
 from jfla.pallas.mgpu.copies import (
     commit_smem,
     load_with_layout,
@@ -79,11 +79,11 @@ def run_decode(ctx: DecodeWarpgroup) -> None:
     slot = ctx.gmem.slots[ctx.block.batch]
     exists = jnp.logical_and(slot >= 0, slot < ctx.spec.num_states)
 
-    @pl.when(exists)
+    @when(exists)
     def _named():
         run_tokens(ctx._replace(block=ctx.block._replace(state=slot)))
 
-    @pl.when(jnp.logical_not(exists))
+    @when(jnp.logical_not(exists))
     def _idle():
         zeros = plgpu.layout_cast(
             jnp.zeros(ctx.spec.block_shape, F32), ctx.layouts.state
@@ -122,9 +122,7 @@ def run_tokens(ctx: DecodeWarpgroup) -> None:
 def count_tokens(ctx: DecodeWarpgroup) -> Index:
     """The row's tokens, behind which there is padding."""
     ids = ctx.gmem.segment_ids
-    return sum(
-        (ids[ctx.block.batch, t] > 0).astype(jnp.int32) for t in range(ctx.spec.time)
-    )
+    return sum(int_of(ids[ctx.block.batch, t] > 0) for t in range(ctx.spec.time))
 
 
 def store_padding(ctx: DecodeWarpgroup, first: Index, state: Reg) -> Reg:

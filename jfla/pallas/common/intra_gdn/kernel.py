@@ -11,7 +11,6 @@ and takes the next.
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfla.pallas.common.beta_scaling import write_a_inv, write_beta_scaling, write_lower
@@ -35,6 +34,7 @@ from jfla.pallas.common.packed_rows import INPUTS, Rows, places_of
 from jfla.pallas.common.qk_tiles import K, Q, QkOptions
 from jfla.pallas.common.results import IntraResults
 from jfla.pallas.common.token_decay import pair_decay
+from jfla.pallas.mgpu.branches import when
 from jfla.pallas.mgpu.copies import (
     Copies,
     commit_smem,
@@ -119,7 +119,9 @@ def decayed_dots(ctx: IntraGdnWarpgroup, which: int) -> Reg:
     if ctx.spec.options.qk_norm:
         x = x * per_row(qk.inv_norm(which), CHUNK)
         x = x * per_column(qk.inv_norm(K, COLS), CHUNK)
-    x = x * pair_decay(ctx.vectors.token_scalars.at[LOG2_CUM], qk.scale(which))
+    x = x * pair_decay(
+        ctx.vectors.token_scalars.at[LOG2_CUM], ctx.spec.options.factor(which)
+    )
     # Pinned: ptxas would mix these products with the store of their result, and spill registers.
     return pin(x)
 
@@ -202,7 +204,7 @@ def intra_gdn(
             intra_of_chunk(ctx, gmem, out_gmem, ready_flags)
 
         # Beside a consumer with more warpgroups, some have no part in this kernel.
-        @pl.when(wg < spec.wgs_per_cta)
+        @when(wg < spec.wgs_per_cta)
         def _():
             write_iota(smem.vectors.iota.at[wg])
             tiles = scheduler.up_to(spec.grid.used_tiles(gmem.q))

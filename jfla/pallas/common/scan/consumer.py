@@ -18,6 +18,7 @@ from jfla.pallas.common.scan.cta import ScanCta, StepRange
 from jfla.pallas.common.scan.spec import ChunkTiles, is_state
 from jfla.pallas.common.token_decay import TokenDecay
 from jfla.pallas.machine import on_hopper
+from jfla.pallas.mgpu.branches import cond, when
 from jfla.pallas.mgpu.copies import (
     arrive_after_stores,
     commit_smem,
@@ -130,7 +131,7 @@ class ScanConsumer(ScanCta):
             state = load_with_layout(transposed(rows), plgpu.Layout.WGMMA_TRANSPOSED)
             return plgpu.layout_cast(state.astype(F32), WGMMA)
 
-        return lax.cond(segment < initial.shape[1], of_caller, none)
+        return cond(segment < initial.shape[1], of_caller, none)
 
     @property
     def stores_groups(self) -> bool:
@@ -204,7 +205,7 @@ class ScanConsumer(ScanCta):
         def add(state: Reg) -> Reg:
             return state + load_with_layout(self.gmem.added.at[place], WGMMA)
 
-        return lax.cond(ends, add, lambda state: state, state)
+        return cond(ends, add, lambda state: state, state)
 
     def consume_chunk(self, i: Index, state: Reg, wg: Index, zero: Index) -> Reg:
         """Waits for a step's chunk, steps, gives its stage back and starts the copies of what was stored."""
@@ -245,7 +246,7 @@ class ScanConsumer(ScanCta):
             plgpu.barrier_arrive(self.barriers.empty.at[stage])
             return
 
-        @pl.when(i + self.config.stages < self.steps.end)
+        @when(i + self.config.stages < self.steps.end)
         def _():
             self.copy_chunk(self.global_chunk(i + self.config.stages), stage)
 
@@ -256,11 +257,11 @@ class ScanConsumer(ScanCta):
             return
         ahead = self.config.stages - 1
 
-        @pl.when(i + ahead < self.steps.end)
+        @when(i + ahead < self.steps.end)
         def _():
             self.full(stage).wait(started_since=ahead * self.copies_per_chunk)
 
-        @pl.when(i + ahead >= self.steps.end)
+        @when(i + ahead >= self.steps.end)
         def _():
             self.full(stage).wait()
 
@@ -306,7 +307,7 @@ class ScanConsumer(ScanCta):
         if self.gmem.segments is not None:
             segment = self.segment
 
-            @pl.when(segment < self.spec.caller_states[0])
+            @when(segment < self.spec.caller_states[0])
             def _():
                 self.store_for_caller(
                     self.last.at[self.index.batch, segment], state, wg
@@ -314,7 +315,7 @@ class ScanConsumer(ScanCta):
 
             return
 
-        @pl.when(self.index.time_split == self.spec.time_splits - 1)
+        @when(self.index.time_split == self.spec.time_splits - 1)
         def _():
             self.store_for_caller(self.last.at[self.index.batch], state, wg)
 

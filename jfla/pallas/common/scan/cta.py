@@ -19,6 +19,7 @@ from jfla.pallas.common.scan.spec import (
     ScanSpec,
     SharedStorage,
 )
+from jfla.pallas.mgpu.branches import when
 from jfla.pallas.mgpu.copies import Copies
 from jfla.pallas.mgpu.overlap import NO_FLAGS, ReadyFlags
 from jfla.pallas.mgpu.registers import leave_registers
@@ -238,7 +239,7 @@ class ScanCta(NamedTuple):
         """
         if self.spec.signals is not None:
 
-            @pl.when(i > self.steps.first)
+            @when(i > self.steps.first)
             def _():
                 before = self.at_step(i - 1).span_chunk(i - 1)
                 self.written_flags.signal(before.flag)

@@ -10,7 +10,6 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 
 from jfla.pallas.common.packed_rows import SegmentTable
 from jfla.pallas.common.scan.consumer import ScanConsumer
@@ -24,6 +23,7 @@ from jfla.pallas.common.scan.spec import (
     pipeline_barriers,
     shared_storage,
 )
+from jfla.pallas.mgpu.branches import when
 from jfla.pallas.mgpu.overlap import Kernel, PendingResults
 from jfla.pallas.mgpu.registers import leave_registers
 from jfla.pallas.mgpu.types import Barrier, Gmem, Index, Smem, Tree
@@ -71,17 +71,17 @@ def scan_kernel(
                 scan.run(jnp.int32(0))
                 return
 
-            @pl.when(wg < num_consumer_wgs)
+            @when(wg < num_consumer_wgs)
             def _consumer():
                 scan.run(wg if num_consumer_wgs > 1 else jnp.int32(0))
 
-            @pl.when(wg == num_consumer_wgs)
+            @when(wg == num_consumer_wgs)
             def _producer():
                 scan.run_producer()
 
         for i in range(len(specs)):
 
-            @pl.when(index.scan == i)
+            @when(index.scan == i)
             def _(i=i):
                 run_scan(i)
 
@@ -89,7 +89,7 @@ def scan_kernel(
             return
 
         # A launch beside another kernel may have more warpgroups.
-        @pl.when(wg > num_consumer_wgs)
+        @when(wg > num_consumer_wgs)
         def _idle():
             leave_registers()
 

@@ -17,6 +17,7 @@ from jfla.pallas.common.packed_rows import Rows, SegmentTable
 from jfla.pallas.common.token_decay import TokenDecay, decay_smem
 from jfla.pallas.heuristics import HOPPER_SMEM_BYTES, Schedule
 from jfla.pallas.machine import on_hopper
+from jfla.pallas.mgpu.branches import int_of
 from jfla.pallas.mgpu.overlap import Lead
 from jfla.pallas.mgpu.registers import RegisterLimits
 from jfla.pallas.mgpu.smem import F32, num_bytes, tile_smem
@@ -183,7 +184,7 @@ class ScanSpec(NamedTuple):
     def sequences_at(self, place: Index, sequences_per_group: int) -> Index:
         """How many sequences have this place in their group."""
         full_groups, rest = divmod(self.sequences, sequences_per_group)
-        return full_groups + (place < rest) if rest else full_groups
+        return full_groups + int_of(place < rest) if rest else full_groups
 
     def spans(self, num_spans: int) -> EqualSpans:
         """The chunks in so many spans."""

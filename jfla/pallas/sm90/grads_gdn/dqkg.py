@@ -20,7 +20,6 @@ import functools
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfla.pallas.common.chunk_index import TILE_K
@@ -28,6 +27,7 @@ from jfla.pallas.common.intra_gdn.smem import INV_NORMS, LOG2_CUM
 from jfla.pallas.common.qk_tiles import K, Q
 from jfla.pallas.common.results import KernelGrads
 from jfla.pallas.common.token_decay import pair_decay
+from jfla.pallas.mgpu.branches import when
 from jfla.pallas.mgpu.copies import load_with_layout
 from jfla.pallas.mgpu.iota import column_numbers, per_column, per_row, row_numbers
 from jfla.pallas.mgpu.layouts import COLS, ROWS
@@ -234,7 +234,7 @@ def store_dg(ctx: GradsGdnWarpgroup, out_gmem: KernelGrads) -> None:
     dg_gmem = index.tile(out_gmem.dg)
     dg_gmem[...] = dg
 
-    @pl.when(ctx.channel_block == 0)
+    @when(ctx.channel_block == 0)
     def _():
         diagonal_smem = ctx.smem.diagonals.at[K]
         v_new_dot_dv = load_with_layout(diagonal_smem, ROWS)

@@ -22,9 +22,10 @@ from jfla.pallas.common.chunk_index import (
     ChunkGrid,
     TimeSpan,
 )
-from jfla.pallas.common.packed_rows import Rows, rows_like
+from jfla.pallas.common.packed_rows import Rows, places_of, rows_like
 from jfla.pallas.common.qk_tiles import K, Q, QkOptions
 from jfla.pallas.common.results import KernelGrads
+from jfla.pallas.mgpu.branches import when
 from jfla.pallas.mgpu.copies import Copies, arrive_after_stores
 from jfla.pallas.mgpu.iota import write_iota
 from jfla.pallas.mgpu.overlap import Kernel, PendingResults, ReadyFlags
@@ -73,7 +74,7 @@ def run_consumer(
 
     sums = lax.fori_loop(0, ctx.spec.v_tiles, add, zero_sums())
 
-    @pl.when(ctx.wg == 0)
+    @when(ctx.wg == 0)
     def _():
         ready_flags.release(ctx.span_chunk.flag)
 
@@ -82,11 +83,11 @@ def run_consumer(
     ctx.sync_warpgroups()
 
     # With K = 64 there is one tile of channels, and consumer 1 was only needed for W_k.
-    @pl.when(ctx.wg < ctx.spec.num_tiles)
+    @when(ctx.wg < ctx.spec.num_tiles)
     def _():
         store_dq_dk(ctx, out_gmem, constant_norm_grads(ctx, sums))
 
-    @pl.when(ctx.wg == 0)
+    @when(ctx.wg == 0)
     def _():
         store_dg(ctx, out_gmem)
 
@@ -171,12 +172,15 @@ def grads_gdn(
         out_gmem: Gmem = outputs_gmem if gmem.span is None else gmem.span.results
 
         def context(work: WorkTile) -> GradsGdnWarpgroup:
-            return GradsGdnWarpgroup(wg + work.zero, work, spec, gmem, smem, barriers)
+            index = spec.grid(work.tile_index, places_of(gmem.q))
+            return GradsGdnWarpgroup(
+                wg + work.zero, work, index, spec, gmem, smem, barriers
+            )
 
         tiles = scheduler.up_to(spec.grid.used_tiles(gmem.q))
 
         def run_roles() -> None:
-            @pl.when(wg < GDN_CONSUMERS)
+            @when(wg < GDN_CONSUMERS)
             def _():
                 take_registers(REGISTERS.consumer)
                 write_iota(smem.iota.at[wg])
@@ -186,7 +190,7 @@ def grads_gdn(
                 tiles.for_each_tile(consume, cta, 0)
                 plgpu.wait_smem_to_gmem(0)
 
-            @pl.when(wg == GDN_CONSUMERS)
+            @when(wg == GDN_CONSUMERS)
             def _():
                 leave_registers(REGISTERS.producer)
 

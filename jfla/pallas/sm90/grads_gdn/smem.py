@@ -31,7 +31,6 @@ from jfla.pallas.common.chunk_index import (
     TimeSpan,
 )
 from jfla.pallas.common.intra_gdn.smem import INV_NORMS
-from jfla.pallas.common.packed_rows import places_of
 from jfla.pallas.common.qk_tiles import QkOptions
 from jfla.pallas.heuristics import HOPPER_SMEM_BYTES
 from jfla.pallas.mgpu.copies import load_with_layout
@@ -114,15 +113,11 @@ class GradsGdnWarpgroup(NamedTuple):
 
     wg: Index
     work: WorkTile
+    grid_index: ChunkIndex  # in the grid, where every channel block is a head
     spec: GradsGdnSpec
     gmem: GradsGdnInputs
     smem: SharedStorage
     barriers: Barriers
-
-    @property
-    def grid_index(self) -> ChunkIndex:
-        """Index in the grid, where every channel block is a head."""
-        return self.spec.grid(self.work.tile_index, places_of(self.gmem.q))
 
     @property
     def span_chunk(self) -> ChunkIndex:

@@ -7,7 +7,6 @@ import functools
 from typing import Any
 
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfla.pallas.common.chunk_index import TILE_K
@@ -16,6 +15,7 @@ from jfla.pallas.common.packed_rows import Rows
 from jfla.pallas.common.pair_passes import NUM_BLOCKS
 from jfla.pallas.common.qk_tiles import K, Q
 from jfla.pallas.common.results import KernelGrads
+from jfla.pallas.mgpu.branches import when
 from jfla.pallas.mgpu.columns import join_columns, split_columns, widened
 from jfla.pallas.mgpu.copies import (
     arrive_after_stores,
@@ -62,7 +62,7 @@ def run_consumer(
     """Everything that a consumer does with a chunk."""
     sums, raw_gate = sums_over_v(ctx)
 
-    @pl.when(ctx.wg == 0)
+    @when(ctx.wg == 0)
     def _():
         # Of opaque zeros: LLVM would have the flag's address before the loop, and ptxas spill it.
         flag = [x + ctx.zero for x in ctx.index.flag]
@@ -72,7 +72,7 @@ def run_consumer(
     write_weights(ctx, sums.weights)
 
     # With K = 64 there is one tile of channels, and consumer 1 was only needed for W_k.
-    @pl.when(ctx.wg < ctx.spec.num_tiles)
+    @when(ctx.wg < ctx.spec.num_tiles)
     def _():
         write_decays(ctx, raw_gate)
         if ctx.spec.options.qk_norm:
@@ -80,7 +80,7 @@ def run_consumer(
 
     ctx.sync_consumers()
 
-    @pl.when(ctx.wg < ctx.spec.num_tiles)
+    @when(ctx.wg < ctx.spec.num_tiles)
     def _():
         # Addresses anew for each stage: else those that several need are kept in registers from the first to the last.
         grads = grads_of_states(ctx.recompute_addresses(), sums, out_gmem.dg)
@@ -177,7 +177,7 @@ def normalise(ctx: GradsKdaWarpgroup) -> None:
     """q and k, in place, as the recurrence reads them: blocks of them are read some fifty times after this."""
     for which in (Q, K):
         tile = ctx.own_qk_tile(which)
-        factor = ctx.inv_norm(which, ROWS) * ctx.qk.scale(which)
+        factor = ctx.inv_norm(which, ROWS) * ctx.spec.options.factor(which)
         x = widened(load_matrix(tile)) * per_row(factor, TILE_K)
         # A warp reads and writes the same rows.
         write(tile, x.astype(BF16))
@@ -244,7 +244,7 @@ def norm_vjp(ctx: GradsKdaWarpgroup, dq: Reg, dk: Reg) -> tuple[Reg, Reg]:
     grads = []
     for which, dx, x_dot_dx in zip((Q, K), (dq, dk), unfold(sums)):
         # `all_tokens` of q are scaled, once in their products with dq and once here.
-        x_dot_dx = x_dot_dx * ctx.qk.scale(which) ** -2
+        x_dot_dx = x_dot_dx * ctx.spec.options.factor(which) ** -2
         dx = dx - all_tokens(ctx, which) * x_dot_dx
         grads.append(dx * per_column(ctx.inv_norm(which, COLS), TILE_K))
     dq, dk = grads
@@ -254,7 +254,7 @@ def norm_vjp(ctx: GradsKdaWarpgroup, dq: Reg, dk: Reg) -> tuple[Reg, Reg]:
 def store_v_new_dot_dv(ctx: GradsKdaWarpgroup, out_gmem: KernelGrads) -> None:
     """v_new . dv, by the consumer that made W_k, of the first channel block."""
 
-    @pl.when((ctx.wg == K) & (ctx.part.first_tile == 0))
+    @when((ctx.wg == K) & (ctx.part.first_tile == 0))
     def _():
         target = ctx.index.tile(out_gmem.v_new_dot_dv)
         target[...] = load_with_layout(ctx.smem.diagonals.at[K], ROWS)

@@ -51,6 +51,7 @@ from jfla.pallas.common.pair_passes import (
     row_factor,
 )
 from jfla.pallas.common.qk_tiles import K, Q
+from jfla.pallas.mgpu.branches import cond
 from jfla.pallas.mgpu.columns import (
     join_columns,
     split_columns,
@@ -105,7 +106,7 @@ def qk_block(ctx: GradsKdaWarpgroup, which: int, block: int) -> Reg:
     tokens = pl.ds(block * BLOCK, BLOCK)
     x = widened(load_matrix_transposed(ctx.own_qk_tile(which).at[tokens]))
     # Under qk_norm the tiles have been normalised and scaled.
-    return x if options.qk_norm else x * ctx.qk.scale(which)
+    return x if options.qk_norm else x * options.factor(which)
 
 
 def grads_of_states(ctx: GradsKdaWarpgroup, sums: SumsOverV, dg_gmem: Gmem) -> Grads:
@@ -190,12 +191,13 @@ def add_pass(ctx: GradsKdaWarpgroup, which_pass: Index, grads: Grads) -> Grads:
         dq[block] = dq[block] + row * dq_rows
         dk[block] = dk[block] + row * dk_rows
         z[block] = z[block] + widened(q_rows) * dq_rows + widened(k_rows) * dk_rows
-        dq, dk, z = pin((dq, dk, z))
+        changed = pin((dq[block], dk[block], z[block]))
+        dq[block], dk[block], z[block] = changed
         products = ((q_rows, w_q), (k_rows, w_k))
         dk, z = add_to_columns(columns[block:], products, dk, z)
         if block > 0:
             add_earlier = functools.partial(add_to_columns, columns[:block], products)
-            dk, z = lax.cond(which_pass == 0, add_earlier, lambda dk, z: (dk, z), dk, z)
+            dk, z = cond(which_pass == 0, add_earlier, lambda dk, z: (dk, z), dk, z)
     return Grads(dq, dk, z)
 
 
@@ -211,7 +213,7 @@ def add_to_columns(
         dk_columns = short_dot(none, *products, first_column=x.block * BLOCK)
         dk[x.block] = dk[x.block] + x.factor * dk_columns
         z[x.block] = z[x.block] - widened(x.k) * dk_columns
-        dk, z = pin((dk, z))
+        dk[x.block], z[x.block] = pin((dk[x.block], z[x.block]))
     return dk, z
 
 

@@ -23,9 +23,10 @@ from jfla.pallas.common.chunk_index import (
     PartGrid,
 )
 from jfla.pallas.common.decay_sums import AFTER, block_spans, stack_matrices
-from jfla.pallas.common.packed_rows import rows_like
+from jfla.pallas.common.packed_rows import places_of, rows_like
 from jfla.pallas.common.qk_tiles import QkgOperands, QkOptions
 from jfla.pallas.common.results import KernelGrads
+from jfla.pallas.mgpu.branches import when
 from jfla.pallas.mgpu.copies import Copies, prefetch_to_l2
 from jfla.pallas.mgpu.in_place import write_in_place
 from jfla.pallas.mgpu.overlap import Kernel, PendingResults, ReadyFlags, run
@@ -157,13 +158,16 @@ def grads_kda(
         wg = lax.axis_index("wg")
 
         def context(work: WorkTile) -> GradsKdaWarpgroup:
-            return GradsKdaWarpgroup(wg + work.zero, work, spec, gmem, smem, barriers)
+            part = spec.grid(work.tile_index, places_of(gmem.qkg.q))
+            return GradsKdaWarpgroup(
+                wg + work.zero, work, part, spec, gmem, smem, barriers
+            )
 
         used = spec.grid.chunks.used_tiles(gmem.qkg.q)
         tiles = scheduler.up_to(None if used is None else used * spec.grid.num_blocks)
 
         def run_roles() -> None:
-            @pl.when(wg < KDA_CONSUMERS)
+            @when(wg < KDA_CONSUMERS)
             def _():
                 take_registers(REGISTERS.consumer)
                 plgpu.barrier_wait(barriers.matrices_full)
@@ -173,7 +177,7 @@ def grads_kda(
                 tiles.for_each_tile(consume, cta, 0)
                 plgpu.wait_smem_to_gmem(0)
 
-            @pl.when(wg == KDA_CONSUMERS)
+            @when(wg == KDA_CONSUMERS)
             def _():
                 leave_registers(REGISTERS.producer)
                 load_matrices(gmem, smem, barriers.matrices_full)

@@ -31,7 +31,6 @@ from jfla.pallas.common.chunk_index import (
     PartGrid,
 )
 from jfla.pallas.common.decay_sums import IN_BLOCK, NUM_BLOCK_SPANS, TO_NEXT_BLOCK
-from jfla.pallas.common.packed_rows import places_of
 from jfla.pallas.common.pair_passes import BLOCK, SHIFT
 from jfla.pallas.common.qk_tiles import QkgOperands, QkOptions, QkTiles
 from jfla.pallas.common.results import KernelGrads
@@ -133,6 +132,7 @@ class GradsKdaWarpgroup(NamedTuple):
 
     wg: Index
     work: WorkTile
+    part: ChunkPart
     spec: GradsKdaSpec
     gmem: GradsKdaOperands
     smem: SharedStorage
@@ -146,10 +146,6 @@ class GradsKdaWarpgroup(NamedTuple):
     def recompute_addresses(self) -> "GradsKdaWarpgroup":
         """The same with addresses that depend on another opaque zero."""
         return self._replace(wg=self.wg + self.zero)
-
-    @property
-    def part(self) -> ChunkPart:
-        return self.spec.grid(self.work.tile_index, places_of(self.gmem.qkg.q))
 
     @property
     def index(self) -> ChunkIndex:

@@ -19,7 +19,6 @@ Where a channel loses more than one pass has room for, the pairs of further pass
 
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfla.pallas.common.chunk_index import joined_k_columns
@@ -40,6 +39,7 @@ from jfla.pallas.common.pair_passes import (
     row_factor,
 )
 from jfla.pallas.common.qk_tiles import K, Q
+from jfla.pallas.mgpu.branches import when
 from jfla.pallas.mgpu.columns import split_columns
 from jfla.pallas.mgpu.copies import (
     commit_smem,
@@ -128,7 +128,7 @@ def store_inv_norms(ctx: IntraKdaWarpgroup, outputs: IntraKdaOutputs) -> None:
     if outputs.inv_norms is None:
         return
 
-    @pl.when(ctx.part.first_tile + ctx.wg == 0)
+    @when(ctx.part.first_tile + ctx.wg == 0)
     def _():
         target = ctx.qk.index.tile(outputs.inv_norms)
         for which in (Q, K):
@@ -196,7 +196,7 @@ def start_stores(ctx: IntraKdaWarpgroup, outputs: IntraKdaOutputs) -> None:
 def further_pairs(ctx: IntraKdaWarpgroup, sums: Reg, num_passes: Index) -> None:
     """Writes the pairs of the passes behind the first, summed over this warpgroup's channels."""
 
-    @pl.when(num_passes > 1)
+    @when(num_passes > 1)
     def _():
         pairs = zeros(CHUNK, 2 * BLOCK)
         for step, of_step in enumerate(split_columns(sums, STEP_CHANNELS)):
@@ -234,7 +234,7 @@ def scaled(ctx: IntraKdaWarpgroup, which: int, x: Reg) -> Reg:
     x = x.astype(F32)
     if ctx.qk.options.qk_norm:
         x = x * per_row(ctx.qk.inv_norm(which), x.shape[1])
-    return x * ctx.qk.scale(which) if which == Q else x
+    return x * ctx.qk.options.scale if which == Q else x
 
 
 def tell_stores_ended(ctx: IntraKdaWarpgroup) -> None:
@@ -261,7 +261,7 @@ def end_pairs(ctx: IntraKdaWarpgroup) -> None:
 def wait_for_further_pairs(ctx: IntraKdaWarpgroup, num_passes: Index) -> None:
     """Until the pairs warpgroup has read them, before the next chunk's decays take their place."""
 
-    @pl.when(num_passes > 1)
+    @when(num_passes > 1)
     def _():
         plgpu.barrier_wait(ctx.barriers.further_empty.at[ctx.wg])
 

@@ -14,7 +14,6 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfla.pallas.common.chunk_index import CHANNEL_BLOCK, TILE_K, ChunkGrid, PartGrid
@@ -22,6 +21,7 @@ from jfla.pallas.common.decay_sums import block_spans, stack_matrices
 from jfla.pallas.common.packed_rows import INPUTS, places_of
 from jfla.pallas.common.qk_tiles import QkgOperands, QkOptions, QkTiles
 from jfla.pallas.common.results import IntraResults, RingChunks
+from jfla.pallas.mgpu.branches import when
 from jfla.pallas.mgpu.overlap import Kernel, PendingResults, ReadyFlags
 from jfla.pallas.mgpu.registers import leave_registers, take_registers
 from jfla.pallas.mgpu.scheduler import TileScheduler, WorkTile
@@ -116,7 +116,7 @@ def intra_kda(
         moves_registers = lax.axis_size("wg") == len(limits)
 
         def run_roles() -> None:
-            @pl.when(wg < num_tiles)
+            @when(wg < num_tiles)
             def _channels():
                 if moves_registers:
                     take_registers(CHANNEL_REGISTERS)
@@ -124,7 +124,7 @@ def intra_kda(
 
             if with_pairs:
 
-                @pl.when(wg == num_tiles)
+                @when(wg == num_tiles)
                 def _pairs():
                     if moves_registers:
                         leave_registers(PAIRS_REGISTERS)
@@ -213,7 +213,7 @@ def _run_channel_warpgroup(
     matrices_full = first.barriers.matrices_full
     first.prefetch_qk(first.part, jnp.int32(0))
 
-    @pl.when(first.wg == 0)
+    @when(first.wg == 0)
     def _():
         for i in range(len(SUM_MATRICES)):
             target = smem.sum_matrices.at[i]

@@ -18,6 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jfla.pallas.common.beta_scaling import write_a_inv, write_beta_scaling
 from jfla.pallas.common.pair_passes import BLOCK, NUM_BLOCKS
 from jfla.pallas.common.qk_tiles import K, Q
+from jfla.pallas.mgpu.branches import cond, int_of
 from jfla.pallas.mgpu.copies import (
     commit_smem,
     load_with_layout,
@@ -69,7 +70,7 @@ def sum_over_channels(ctx: IntraKdaWarpgroup) -> Pairs:
         pairs, with_further = carry
         plgpu.barrier_wait(ctx.barriers.pairs_full.at[tile])
         # Before the arrival: behind it the channel warpgroup could overwrite what the number follows from.
-        has_further = (ctx.num_passes(tile) > 1).astype(jnp.int32)
+        has_further = int_of(ctx.num_passes(tile) > 1)
         pairs = add_products(ctx, tile + ctx.zero, pairs)
         plgpu.barrier_arrive(ctx.barriers.pairs_empty.at[tile])
         return pairs, with_further | (has_further << tile)
@@ -80,7 +81,7 @@ def sum_over_channels(ctx: IntraKdaWarpgroup) -> Pairs:
     for tile in range(num_tiles):
         add = functools.partial(add_further, ctx, tile)
         has_further = (with_further >> tile) & 1 == 1
-        pairs = lax.cond(has_further, add, lambda pairs: pairs, pairs)
+        pairs = cond(has_further, add, lambda pairs: pairs, pairs)
     return pairs
 
 

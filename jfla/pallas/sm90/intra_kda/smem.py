@@ -18,6 +18,7 @@ from jfla.pallas.common.packed_rows import INPUTS, places_of
 from jfla.pallas.common.pair_passes import BLOCK, NUM_BLOCKS, SHIFT, passes_of
 from jfla.pallas.common.qk_tiles import QkgOperands, QkOptions, QkTiles
 from jfla.pallas.context import interpreting
+from jfla.pallas.mgpu.branches import when
 from jfla.pallas.mgpu.columns import join_columns, split_columns, widened
 from jfla.pallas.mgpu.copies import (
     Copies,
@@ -303,7 +304,7 @@ class IntraKdaWarpgroup(NamedTuple):
     def prefetch_next_qk(self, place: Index | None) -> None:
         """The same for the next chunk of this CTA, if there is one, whose `next_place` is given."""
 
-        @pl.when(self.work_tile.has_next)
+        @when(self.work_tile.has_next)
         def _():
             part = self.grid(self.work_tile.next_index, places_of(self.gmem.qkg.q))
             part = part._replace(index=part.index.at_place(place))
@@ -315,7 +316,7 @@ class IntraKdaWarpgroup(NamedTuple):
             return
         plgpu.barrier_wait(self.barriers.stores_ended)
 
-        @pl.when(self.work_tile.has_previous)
+        @when(self.work_tile.has_previous)
         def _():
             previous = self.grid(self.work_tile.previous_index)
             self.ready_flags.signal(previous.index.flag)
