@@ -1,7 +1,7 @@
 """Bytes that a call must move and floating-point operations of the chunked algorithm.
 
 Bytes: every input read once, every output written once; nothing for intermediates. q, k, v, o, do,
-dq, dk, dv have 2 bytes, g, beta, their gradients and states have 4.
+dq, dk, dv have 2 bytes, beta, its gradient and states have 4, g and its gradient 4 as decays and 2 in a model's call.
 
     forward   q k v g beta -> o, final state (without one when packed)
     backward  q k v g beta do -> dq dk dv dg dbeta
@@ -40,8 +40,8 @@ class Cost(NamedTuple):
         return Cost(self.bytes + other.bytes, self.flops + other.flops)
 
 
-def cost(op: Op, name: Pass, shape: Shape) -> Cost:
-    """Bytes and operations of one pass over one shape.
+def cost(op: Op, name: Pass, shape: Shape, g_bytes: int = 4) -> Cost:
+    """Bytes and operations of one pass over one shape, with so many bytes a number of g.
 
     >>> cost("gdn", "decode", Shape(1, 1, 1)).flops
     114688.0
@@ -49,13 +49,14 @@ def cost(op: Op, name: Pass, shape: Shape) -> Cost:
     [163840, 147712]
     """
     if name == "forward+backward":
-        return cost(op, "forward", shape) + cost(op, "backward", shape)
+        parts = [cost(op, part, shape, g_bytes) for part in ("forward", "backward")]
+        return parts[0] + parts[1]
     tokens = shape.batch * shape.time
     dim = shape.dim
     gate_dim = dim if op == "kda" else 1
     qk = 2 * tokens * shape.heads * dim * 2
     v = tokens * shape.value_heads * dim * 2
-    gates = tokens * shape.value_heads * (gate_dim + 1) * 4
+    gates = tokens * shape.value_heads * (gate_dim * g_bytes + 4)
     state = 0 if shape.packing else shape.batch * shape.value_heads * dim * dim * 4
     if name == "decode":
         flops = 7.0 * shape.batch * shape.value_heads * dim * dim

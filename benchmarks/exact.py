@@ -6,7 +6,8 @@ value heads, over all T. Beyond `MAX_TIME` tokens the recurrence goes through al
 and back through the last `LAST` alone: outputs and gradients of those are compared, which depend on
 every token before them, and the final state. Packed sequences are run side by side, as a batch.
 
-An error is `||x - ref|| / ||ref||` of one tensor.
+An error is `||x - ref|| / ||ref||` of one tensor. Gradients of a gate's parameters are sums over all rows and tokens,
+and are compared where all of these are run.
 """
 
 import concurrent.futures
@@ -23,7 +24,7 @@ from jaxtyping import Array
 
 from benchmarks import inputs
 from benchmarks.gpu_lock import gpu_lock
-from benchmarks.inputs import MAIN, Arrays
+from benchmarks.inputs import GATE_PARAMETERS, MAIN, Arrays
 from benchmarks.programs import Program, Results
 from benchmarks.shapes import Case, Op
 from jfla import reference
@@ -73,7 +74,11 @@ class Exact:
         """Error of every result that can be compared, by its name."""
         self.begin(case, arrays)
         references = self._found.result()
-        names = tuple(name for name in references if results.get(name) is not None)
+        names = tuple(
+            name
+            for name in references
+            if results.get(name) is not None and _is_comparable(case, name)
+        )
         compared = program.compared(results, names, functools.partial(part, case))
         return {name: _distance(compared[name], references[name]) for name in names}
 
@@ -83,6 +88,18 @@ def _distance(x: np.ndarray, ref: np.ndarray) -> float:
     return float(np.linalg.norm(difference) / np.linalg.norm(ref))
 
 
+def _is_comparable(case: Case, name: str) -> bool:
+    """Whether the recurrence has gone through all that a result depends on."""
+    if not _is_of_parameter(name):
+        return True
+    return case.shape.batch == 1 and not _before(case)
+
+
+def _is_of_parameter(name: str) -> bool:
+    """Whether an input is a parameter of a gate, or a gradient that of one."""
+    return name in GATE_PARAMETERS or name[1:] in GATE_PARAMETERS
+
+
 def part(case: Case, name: str, x: Any, whole: bool = False) -> Any:
     """What is compared of an input, result or gradient, or with `whole` of all T: tensors of JAX,
     PyTorch or NumPy.
@@ -90,6 +107,8 @@ def part(case: Case, name: str, x: Any, whole: bool = False) -> Any:
     heads = min(HEADS, case.shape.heads)
     if name not in ("q", "k", "dq", "dk"):
         heads *= case.shape.value_heads // case.shape.heads
+    if _is_of_parameter(name):
+        return x[:heads]
     if name in ("initial_state", "final_state"):
         return x[:1, :heads]
     start = 0 if whole else _before(case)
@@ -152,33 +171,35 @@ def _run(
     """Output, final state (but for packed sequences) and, where there is a cotangent, the
     gradients: those behind the first `before` tokens, which are run for the state that they leave.
     """
-    arrays = {}
-    for name, x in rounded.items():
-        wide = x.astype(jnp.float64)
-        arrays[name] = wide if lengths is None else _side_by_side(wide, lengths)
+    arrays = {name: x.astype(jnp.float64) for name, x in rounded.items()}
+    if lengths is not None:
+        arrays = _of_tokens(functools.partial(_side_by_side, lengths=lengths), arrays)
+    initial = arrays.pop("initial_state", None)
     recurrent = getattr(reference, f"recurrent_{op}")
-    main = [arrays[name] for name in MAIN]
-    initial = arrays.get("initial_state")
-    cotangent = arrays.get("do")
     if before:
-        first = [x[:, :before] for x in main]
-        _, initial = _in_blocks(recurrent, initial, *first)
-        main = [x[:, before:] for x in main]
-        cotangent = None if cotangent is None else cotangent[:, before:]
+        first = _of_tokens(lambda x: x[:, :before], arrays)
+        _, initial = _in_blocks(recurrent, initial, first)
+        arrays = _of_tokens(lambda x: x[:, before:], arrays)
 
     forward = functools.partial(_in_blocks, recurrent, initial)
-    if cotangent is None:
-        output, final = forward(*main)
-        gradients: tuple = ()
+    if "do" not in arrays:
+        output, final = forward(arrays)
+        gradients: Arrays = {}
     else:
-        output, adjoint, final = jax.vjp(forward, *main, has_aux=True)
-        gradients = adjoint(cotangent)
-    found = {"output": output}
-    for name, gradient in zip(MAIN, gradients):
-        found[f"d{name}"] = gradient
+        inputs_ = inputs.differentiated(arrays)
+        output, adjoint, final = jax.vjp(forward, inputs_, has_aux=True)
+        (gradients,) = adjoint(arrays["do"])
+    found = {"output": output} | {f"d{name}": x for name, x in gradients.items()}
     if lengths is not None:
-        return {name: _end_to_end(x, lengths) for name, x in found.items()}
+        return _of_tokens(functools.partial(_end_to_end, lengths=lengths), found)
     return found | {"final_state": final}
+
+
+def _of_tokens(change: Callable[[Array], Array], arrays: Arrays) -> Arrays:
+    """`change` of every array that has tokens."""
+    return {
+        name: x if _is_of_parameter(name) else change(x) for name, x in arrays.items()
+    }
 
 
 def _side_by_side(x: Array, lengths: tuple[int, ...]) -> Array:
@@ -206,9 +227,11 @@ def _end_to_end(x: Array, lengths: tuple[int, ...]) -> Array:
 
 
 def _in_blocks(
-    recurrent: Callable[..., Any], initial: Array | None, *main: Array
+    recurrent: Callable[..., Any], initial: Array | None, arrays: Arrays
 ) -> tuple[Array, Array]:
     """The recurrence with one state a block kept for its backward, the others recomputed."""
+    main = [arrays[name] for name in MAIN]
+    options = inputs.call_options(arrays)
     q, _, v = main[:3]
     batch, time = q.shape[:2]
     block = math.gcd(time, BLOCK)
@@ -222,7 +245,9 @@ def _in_blocks(
 
     @jax.checkpoint
     def body(state: Array, xs: tuple[Array, ...]) -> tuple[Array, Array]:
-        output, final = recurrent(*xs, initial_state=state, return_final_state=True)
+        output, final = recurrent(
+            *xs, initial_state=state, return_final_state=True, **options
+        )
         return final, output
 
     final, outputs = lax.scan(body, initial, tuple(map(by_block, main)))

@@ -1,4 +1,4 @@
-"""Log decays of a case: the gates of models, and those at which kernels take other ways.
+"""Gates of a case: log decays of models, those at which kernels take other ways, and a model's raw gate.
 
 production     -5 sigmoid(x), the bounded gate of the newest published models; the default
 published      -exp(a_log) softplus(x + dt_bias), with the parameters that the layers begin with
@@ -7,6 +7,7 @@ strong         clip(logsigmoid(x), -5, 0)
 weak           the same / 16
 mixed          strong, but for one channel of every head, or a head without channels: 1000 times as slow
 reset          0 or -1000, as x is above 0 or not
+model          no decays: x itself in bfloat16, for the gate of "published" within the op, as layers call it
 """
 
 import functools

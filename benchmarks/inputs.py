@@ -2,18 +2,20 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from benchmarks.gates import decay
+from benchmarks.gates import decay, initial_gate
 from benchmarks.shapes import Case, Packing
-from jfla import segment_ids_from_cu_seqlens
+from jfla import SoftplusGate, segment_ids_from_cu_seqlens
 
 Arrays = dict[str, Array]
 MAIN = ("q", "k", "v", "g", "beta")  # what every op takes, in this order
+GATE_PARAMETERS = ("a_log", "dt_bias")  # of a model's call
 
 
 def cu_seqlens(
@@ -50,8 +52,8 @@ def case_of(case: Case) -> Case:
 def draw(case: Case, seed: int) -> Arrays:
     """Unit q and k, normal v and cotangent `do` in bfloat16; log decay `g` and `beta` in float32.
 
-    Decode has an `initial_state` and no cotangent, packed shapes have `segment_ids` and
-    `cu_seqlens`.
+    A model's call has normal q, k and `g` in bfloat16, and `GATE_PARAMETERS`. Decode has an `initial_state` and no
+    cotangent, packed shapes have `segment_ids` and `cu_seqlens`.
     """
     arrays = _draw(case_of(case), seed)
     shape = case.shape
@@ -60,6 +62,19 @@ def draw(case: Case, seed: int) -> Arrays:
         arrays["cu_seqlens"] = cumulative
         arrays["segment_ids"] = segment_ids_from_cu_seqlens(cumulative, shape.time)
     return jax.block_until_ready(arrays)
+
+
+def call_options(arrays: Arrays) -> dict[str, Any]:
+    """What an op is told of a model's call beside `MAIN`: a gate with these parameters, and norms."""
+    if not arrays.keys() >= set(GATE_PARAMETERS):
+        return {}
+    gate = SoftplusGate(**{name: arrays[name] for name in GATE_PARAMETERS})
+    return {"gate": gate, "qk_norm": True}
+
+
+def differentiated(arrays: Arrays) -> Arrays:
+    """The arrays whose gradients a backward has."""
+    return {name: arrays[name] for name in (*MAIN, *GATE_PARAMETERS) if name in arrays}
 
 
 def described(case: Case) -> dict[str, jax.ShapeDtypeStruct]:
@@ -76,18 +91,25 @@ def _draw(case: Case, seed: int) -> Arrays:
     def normal(*rest: int) -> Array:
         return jax.random.normal(next(keys), (shape.batch, shape.time, *rest))
 
-    def unit(x: Array) -> Array:
-        norm = jnp.linalg.norm(x, axis=-1, keepdims=True)
-        return (x / norm).astype(jnp.bfloat16)
+    def of_tokens(x: Array) -> Array:
+        """q or k, unit where the op does not normalise."""
+        if not case.is_models_call:
+            x = x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+        return x.astype(jnp.bfloat16)
 
     dim = shape.dim
     value_heads = shape.value_heads
     gate_shape = (value_heads, dim) if case.op == "kda" else (value_heads,)
     arrays = {}
-    arrays["q"] = unit(normal(shape.heads, dim))
-    arrays["k"] = unit(normal(shape.heads, dim))
+    arrays["q"] = of_tokens(normal(shape.heads, dim))
+    arrays["k"] = of_tokens(normal(shape.heads, dim))
     arrays["v"] = normal(value_heads, dim).astype(jnp.bfloat16)
-    arrays["g"] = decay(normal(*gate_shape), case.gate, case.op)
+    gate_input = normal(*gate_shape)
+    if case.is_models_call:
+        arrays["g"] = gate_input.astype(jnp.bfloat16)
+        arrays |= vars(initial_gate(gate_shape))
+    else:
+        arrays["g"] = decay(gate_input, case.gate, case.op)
     arrays["beta"] = jax.nn.sigmoid(normal(value_heads))
     if case.timed != "decode":
         arrays["do"] = normal(value_heads, dim).astype(jnp.bfloat16)

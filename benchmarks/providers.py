@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 import jfla
-from benchmarks.inputs import MAIN, Arrays
+from benchmarks.inputs import MAIN, Arrays, call_options, differentiated
 from benchmarks.programs import DecodeProgram, JaxProgram, Program, Refused, Results
 from benchmarks.shapes import Case
 
@@ -40,33 +40,37 @@ class Provider(NamedTuple):
 def jax_program(op: Callable[..., jfla.DeltaRuleOutput], case: Case) -> JaxProgram:
     """The case with `op`.
 
-    It takes the five arrays and, by name, `initial_state`, `segment_ids`, `return_final_state`.
+    It takes the five arrays and, by name, `initial_state`, `segment_ids`, `return_final_state`, and of a model's call
+    `gate` and `qk_norm`.
     """
 
-    def call(arrays: Arrays, *main: Any, state: bool) -> jfla.DeltaRuleOutput:
+    def call(arrays: Arrays, state: bool) -> jfla.DeltaRuleOutput:
+        main = [arrays[name] for name in MAIN]
         rest = {
             name: arrays[name]
             for name in ("initial_state", "segment_ids")
             if name in arrays
         }
-        return op(*main, **rest, return_final_state=state)
+        return op(*main, **rest, **call_options(arrays), return_final_state=state)
 
     def forward(arrays: Arrays) -> Results:
-        main = [arrays[name] for name in MAIN]
-        out = call(arrays, *main, state=case.shape.packing is None)
+        out = call(arrays, state=case.shape.packing is None)
         return {name: x for name, x in out._asdict().items() if x is not None}
 
     def both(arrays: Arrays) -> Results:
-        main = [arrays[name] for name in MAIN]
         output, adjoint = jax.vjp(
-            lambda *main: call(arrays, *main, state=False).output, *main
+            lambda x: call(arrays | x, state=False).output, differentiated(arrays)
         )
-        gradients = adjoint(arrays["do"])
-        return {"output": output} | {f"d{name}": x for name, x in zip(MAIN, gradients)}
+        (gradients,) = adjoint(arrays["do"])
+        return {"output": output} | _named_gradients(gradients)
 
     if case.timed == "decode":
         return DecodeProgram(forward)
     return JaxProgram(both if case.timed == "forward+backward" else forward)
+
+
+def _named_gradients(gradients: Arrays) -> Results:
+    return {f"d{name}": x for name, x in gradients.items()}
 
 
 def _op(implementation: str, case: Case) -> Program:
@@ -119,22 +123,28 @@ def _pallas_states(case: Case) -> Program:
     op = getattr(jfla, f"chunk_{case.op}")
     states = (shape.batch, shape.segments, shape.value_heads, shape.dim, shape.dim)
 
-    def call(arrays: Arrays, initial: Any, *main: Any) -> jfla.DeltaRuleOutput:
-        rest = {"segment_ids": arrays["segment_ids"], "initial_state": initial}
-        return op(*main, **rest, return_final_state=True, implementation="pallas")
+    def call(arrays: Arrays) -> jfla.DeltaRuleOutput:
+        main = [arrays[name] for name in MAIN]
+        rest = {name: arrays[name] for name in ("segment_ids", "initial_state")}
+        return op(
+            *main,
+            **rest,
+            **call_options(arrays),
+            return_final_state=True,
+            implementation="pallas",
+        )
 
     def forward(arrays: Arrays) -> Results:
-        main = [arrays[name] for name in MAIN]
-        out = call(arrays, jnp.zeros(states), *main)
+        out = call(arrays | {"initial_state": jnp.zeros(states)})
         return {"output": out.output, "final_state": out.final_state}
 
     def both(arrays: Arrays) -> Results:
-        main = [arrays[name] for name in MAIN]
-        run = lambda *inputs: call(arrays, *inputs)
-        out, adjoint = jax.vjp(run, jnp.zeros(states), *main)
-        d = adjoint(out._replace(output=arrays["do"], final_state=jnp.zeros(states)))
-        names = ("dinitial_state", *(f"d{name}" for name in MAIN))
-        return {"output": out.output} | dict(zip(names, d))
+        inputs = {"initial_state": jnp.zeros(states)} | differentiated(arrays)
+        out, adjoint = jax.vjp(lambda x: call(arrays | x), inputs)
+        (gradients,) = adjoint(
+            out._replace(output=arrays["do"], final_state=jnp.zeros(states))
+        )
+        return {"output": out.output} | _named_gradients(gradients)
 
     return JaxProgram(both if case.timed == "forward+backward" else forward)
 
@@ -163,6 +173,8 @@ def _packed(case: Case) -> None:
 
 def _peer(module: str) -> Callable[[Case], Program]:
     def build(case: Case) -> Program:
+        if case.is_models_call:
+            raise Refused("peers are timed on decays and unit keys")
         cache = os.environ.get("TRITON_CACHE_DIR")
         try:
             found = importlib.import_module(f"benchmarks.{module}")

@@ -207,7 +207,8 @@ def _put_together(
 
 def timed_row(case: Case, implementation: str, time: Timing, ceilings: Ceilings) -> Row:
     """A row with its times and speeds."""
-    bytes_, flops = cost(case.op, case.timed, case.shape)
+    g_bytes = 2 if case.is_models_call else 4
+    bytes_, flops = cost(case.op, case.timed, case.shape, g_bytes)
     row = Row(case.op, case.timed, str(case.shape), case.gate, implementation)
     row.ms, row.low_ms, row.high_ms, row.wall_ms, row.method, row.repeats = time
     row.tb_per_s = bytes_ / time.ms * 1e-9

@@ -6,7 +6,7 @@ from typing import Literal
 Op = Literal["kda", "gdn"]
 Pass = Literal["forward", "backward", "forward+backward", "decode", "scan+output"]
 Gate = Literal[
-    "production", "published", "recorded", "strong", "weak", "mixed", "reset"
+    "production", "published", "recorded", "strong", "weak", "mixed", "reset", "model"
 ]
 Packing = Literal["uniform", "random", "skewed"]
 
@@ -26,6 +26,7 @@ GATES: tuple[Gate, ...] = (
     "weak",
     "mixed",
     "reset",
+    "model",
 )
 
 
@@ -67,6 +68,11 @@ class Case:
     timed: Pass
     shape: Shape
     gate: Gate = "production"
+
+    @property
+    def is_models_call(self) -> bool:
+        """Whether the op applies a gate with parameters, to a raw input in bfloat16, and normalises q and k."""
+        return self.gate == "model"
 
     def __str__(self) -> str:
         return f"{self.op} {self.timed}, {self.shape}, {self.gate}"

@@ -41,3 +41,5 @@ def chunk_operands(case: Case, arrays: Arrays) -> ChunkOperands:
 def _whole_chunks(case: Case) -> None:
     if case.shape.packing is not None or case.shape.time % internals.CHUNK:
         raise Refused("its stages are timed on whole chunks without packing")
+    if case.is_models_call:
+        raise Refused("its stages are timed on decays and unit keys")

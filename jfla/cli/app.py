@@ -288,7 +288,8 @@ def bench(
     gates: Annotated[
         list[str] | None,
         typer.Option(
-            "--gate", help="production, published, recorded, strong, ...; production."
+            "--gate",
+            help="production, published, model (raw gates, as layers call), ...; production.",
         ),
     ] = None,
     implementations: Annotated[

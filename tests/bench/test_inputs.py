@@ -203,3 +203,33 @@ def test_operations_are_those_of_a_count_by_hand():
     assert cost("gdn", "forward", Shape(2, 65, 3, d)).flops == pytest.approx(
         2 * 2 * 3 * forward
     )
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_models_call_has_a_raw_gate_and_its_parameters(op: str):
+    case = Case(op, "forward+backward", TINY, "model")
+    x = inputs.draw(case, 0)
+    assert x["g"].dtype == x["q"].dtype == jnp.bfloat16
+    assert 0.4 < float(jnp.mean(x["g"] > 0)) < 0.6
+    norms = np.linalg.norm(x["k"].astype(jnp.float32), axis=-1)
+    assert np.median(norms) == pytest.approx(4, rel=0.1)
+    options = inputs.call_options(x)
+    assert options["qk_norm"]
+    # The same normal numbers make the decays of "published".
+    decays = inputs.draw(dataclasses.replace(case, gate="published"), 0)["g"]
+    gated = gates.gated(x["g"], options["gate"])
+    np.testing.assert_allclose(gated, decays, rtol=0.05, atol=1e-4)
+    assert inputs.differentiated(x).keys() == {
+        *inputs.MAIN,
+        *inputs.GATE_PARAMETERS,
+    }
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_models_call_moves_the_bytes_of_its_arguments(op: str):
+    case = Case(op, "forward", TINY, "model")
+    arrays = jax.eval_shape(lambda: inputs._draw(case, 0))
+    sizes = {name: x.size * x.dtype.itemsize for name, x in arrays.items()}
+    read = sum(sizes[name] for name in inputs.MAIN)
+    state = 2 * 2 * 16 * 16 * 4
+    assert cost(op, "forward", TINY, 2).bytes == read + sizes["v"] + state

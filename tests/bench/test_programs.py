@@ -20,7 +20,7 @@ from jfla import reference
 TOKEN = Shape(2, 1, 2, 64)
 
 
-def _row(case: Case, name: str) -> Row:
+def _row(case: Case, name: str, gradients: bool = False) -> Row:
     record = Results("a CPU", "cpu", "2000-01-02", None, {}, Ceilings(1.0, 1.0), [])
     return runner._row(
         case,
@@ -28,7 +28,7 @@ def _row(case: Case, name: str) -> Row:
         [inputs.draw(case, seed) for seed in (0, 1)],
         2,
         record,
-        Exact(gradients=False),
+        Exact(gradients=gradients),
     )
 
 
@@ -163,6 +163,35 @@ def test_packed_sequences_with_states_have_the_results_without(
     for name, x in without.items():
         assert error(results[name], x) < 1e-2, name
     assert results["dinitial_state"].shape == (1, 3, 1, 8, 8)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(
+    "shape",
+    [Shape(1, 96, 2, 16), Shape(2, 96, 1, 16, value_heads=2)],
+    ids=["one row", "two rows"],
+)
+def test_a_models_call_has_gradients_of_the_gates_parameters(op: str, shape: Shape):
+    """Compared where the recurrence runs all rows, since they are sums over these."""
+    case = Case(op, "forward+backward", shape, "model")
+    row = _row(case, "xla", gradients=True)
+    assert row.refused is None
+    assert ("da_log" in row.errors) == ("ddt_bias" in row.errors) == (shape.batch == 1)
+    assert {"output", "dq", "dk", "dv", "dg", "dbeta"} <= row.errors.keys()
+    assert max(row.errors.values()) < 1e-2
+
+
+def test_a_models_call_of_packed_sequences_has_their_gradients():
+    shape = Shape(1, 96, 1, 8, packing="random", segments=3)
+    row = _row(Case("kda", "forward+backward", shape, "model"), "xla", gradients=True)
+    assert row.refused is None
+    assert max(row.errors[name] for name in ("output", "dg", "da_log")) < 1e-2
+
+
+@pytest.mark.parametrize("name", ["fla", "cudnn", "jla"])
+def test_peers_are_not_asked_for_a_models_call(name: str):
+    row = _row(Case("kda", "forward", Shape(1, 64, 1, 64), "model"), name)
+    assert row.refused == "peers are timed on decays and unit keys"
 
 
 def test_states_of_sequences_that_are_not_packed_are_refused():
