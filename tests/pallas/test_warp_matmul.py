@@ -13,6 +13,7 @@ import jfla
 from jfla.pallas.mgpu.columns import widened
 from jfla.pallas.mgpu.copies import commit_smem, store_from_layout, write
 from jfla.pallas.mgpu.folded_sums import fold, fold_selector, unfold
+from jfla.pallas.mgpu.iota import per_row
 from jfla.pallas.mgpu.launch import launch
 from jfla.pallas.mgpu.layouts import WIDE, WIDER
 from jfla.pallas.mgpu.mma import dot, zeros
@@ -23,7 +24,8 @@ from jfla.pallas.mgpu.moves import (
     store_scratch,
 )
 from jfla.pallas.mgpu.opaque import opaque_zero
-from jfla.pallas.mgpu.smem import BF16, F32, tile_smem
+from jfla.pallas.mgpu.row_squares import row_squares
+from jfla.pallas.mgpu.smem import BF16, F16, F32, tile_smem
 from jfla.pallas.mgpu.tile_moves import load_matrix, load_matrix_transposed
 from jfla.pallas.mgpu.warp_blocks import only_block
 from jfla.pallas.mgpu.warp_matmul import add_block_products
@@ -34,7 +36,11 @@ BLOCK = 16
 
 
 def run_kernel(
-    body: Callable[..., None], inputs: Any, columns: int, name: str
+    body: Callable[..., None],
+    inputs: Any,
+    columns: int,
+    name: str,
+    smem: Any = None,
 ) -> np.ndarray:
     """[64, columns] float32 that `body(inputs_gmem, out_gmem, tile_smem, _)` stores."""
     out = jax.ShapeDtypeStruct((SIZE, columns), F32)
@@ -46,7 +52,7 @@ def run_kernel(
             out,
             grid={"cta": 1},
             num_warpgroups=1,
-            smem=tile_smem(SIZE, SIZE),
+            smem=tile_smem(SIZE, SIZE) if smem is None else smem,
             name=name,
         )
 
@@ -59,6 +65,30 @@ def draw(*shapes: tuple[int, int], dtype: Any = BF16) -> list[jax.Array]:
     return [
         jax.random.normal(key, shape).astype(dtype) for key, shape in zip(keys, shapes)
     ]
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16])
+@pytest.mark.parametrize("num_tiles", [1, 2])
+def test_squares_of_rows_are_summed_over_all_tiles(num_tiles: int, dtype: Any):
+    x = draw((SIZE, num_tiles * SIZE), dtype=dtype)[0]
+    # A row of zeros, and one that is much larger than the others.
+    x = x.at[5].set(0).at[20].multiply(100)
+
+    def body(x_gmem: Any, out: Any, tiles_smem: Any, _barriers: Any) -> None:
+        for n in range(num_tiles):
+            columns = pl.ds(n * SIZE, SIZE)
+            write(tiles_smem.at[n], load_rows(x_gmem.at[:, columns]))
+        commit_smem()
+        tiles = [tiles_smem.at[n] for n in range(num_tiles)]
+        squares, of_first = row_squares(tiles, [tiles[0]] * num_tiles)
+        store_from_layout(out.at[:, :SIZE], per_row(squares, SIZE))
+        store_from_layout(out.at[:, SIZE:], per_row(of_first, SIZE))
+
+    smem = tile_smem(num_tiles, SIZE, SIZE, dtype=dtype)
+    found = run_kernel(body, x, 2 * SIZE, "row_squares", smem)
+    squares = np.square(np.asarray(x, np.float64))
+    want = [squares.sum(axis=1), num_tiles * squares[:, :SIZE].sum(axis=1)]
+    np.testing.assert_allclose(found, np.repeat(want, SIZE, axis=0).T, rtol=1e-5)
 
 
 def test_blocks_of_rows_are_multiplied_each_with_its_own():

@@ -11,7 +11,7 @@ from jfla.gates import Gate, SigmoidGate
 from jfla.pallas.mgpu.iota import per_row
 from jfla.pallas.mgpu.layouts import WGMMA
 from jfla.pallas.mgpu.smem import F32
-from jfla.pallas.mgpu.types import Layout, Reg
+from jfla.pallas.mgpu.types import Index, Layout, Reg
 
 LOG2E = 1.4426950408889634
 # A decay of 2^-150 is 0 in float32, and 64 of them still sum without losing the digits of a weak gate.
@@ -44,7 +44,7 @@ def gate_parameters(
     heads: int,
     gate_dim: int,
 ) -> tuple[jax.Array | None, jax.Array | None]:
-    """(rates [HV, 2], dt_bias [HV, G]): a_log and exp(a_log), capped where the decay is 0 anyway."""
+    """(rates [HV, 2], dt_bias [HV, G]): `rate_of` a_log, and the bias."""
     if gate is None:
         return None, None
     a_log = jnp.zeros(heads, F32) if gate.a_log is None else gate.a_log.astype(F32)
@@ -53,8 +53,17 @@ def gate_parameters(
         if gate.dt_bias is None
         else gate.dt_bias.astype(F32)
     )
-    rates = jnp.stack([a_log, jnp.exp(jnp.minimum(a_log, MAX_LOG_RATE))], axis=-1)
-    return rates, bias.reshape(heads, gate_dim)
+    return jnp.stack(rate_of(a_log), axis=-1), bias.reshape(heads, gate_dim)
+
+
+def rate_of(a_log: Index) -> tuple[Index, Index]:
+    """What exp(a_log) is over the greatest rate there is, as a power of 2, and the rest of exp(a_log).
+
+    Far below zero a softplus gate is exp(a_log + x), so that what is over goes to the exponential; anywhere else the
+    decay is 0 at that rate.
+    """
+    excess = jnp.clip(a_log - MAX_LOG_RATE, 0.0, MAX_LOG_RATE)
+    return LOG2E * excess, jnp.exp(jnp.minimum(a_log, MAX_LOG_RATE))
 
 
 def coarse_log2_1p(x: Reg) -> Reg:
@@ -79,21 +88,19 @@ def log2_decay(
 ) -> Reg:
     """Raw gate input [C, channels] float32 to log2 decay in [strongest, 0], times a constant.
 
-    `rate` is (a_log, exp(a_log)) of the head, and `log2_bias`, shaped like x, LOG2E times the gate's; None without a
-    gate. All is in powers of 2, which spares factors of LOG2E:
+    `rate` is `rate_of` the head's a_log, and `log2_bias`, shaped like x, LOG2E times the gate's; None without a gate.
+    All is in powers of 2, which spares factors of LOG2E:
 
         LOG2E softplus(x) = max(y, 0) + log2(1 + 2^-|y|)    with y = LOG2E x
     """
     if kind.name == "none":
         return jnp.maximum(x * (LOG2E * times), strongest * times)
     y = x * LOG2E + log2_bias
-    a_log, scale = rate
+    # Nothing is computed of the rate alone: a kernel would wait for its load before it has begun with x.
+    excess, scale = rate
     if kind.name == "softplus":
-        # What `scale` lacks of exp(a_log) goes to the exponential: far below zero both give exp(a_log + x), and
-        # the decay is 0 anywhere else.
-        excess = LOG2E * jnp.clip(a_log - MAX_LOG_RATE, 0.0, MAX_LOG_RATE)
         softplus = jnp.maximum(y, 0.0) + log2_1p(jnp.exp2(excess - jnp.abs(y)))
-        decay = softplus * (-times * scale)
+        decay = softplus * scale * -times
     else:
         bound = kind.lower_bound * LOG2E * times
         decay = bound * inverse(1.0 + jnp.exp2(y * -scale))

@@ -24,7 +24,6 @@ from jfla.gates import Gate
 from jfla.pallas.common.chunk_index import CHANNEL_BLOCK, TILE_K
 from jfla.pallas.common.gate import (
     LOG2E,
-    MAX_LOG_RATE,
     STRONGEST_OF_CHANNEL,
     GateKind,
     gate_kind,
@@ -50,7 +49,7 @@ class GateOperands(NamedTuple):
 
     g: Gmem  # [B, T, HV, K], raw
     dg: Gmem  # [B, T, HV, K] float32, of the log decay
-    rates: Gmem  # [HV, 2]: a_log and exp(a_log)
+    rates: Gmem  # [HV, 2]: `rate_of` a_log
     bias: Gmem  # [HV, K]
 
 
@@ -140,7 +139,7 @@ def _derive(
     kind: GateKind, x: Reg, rate: tuple[Index, Index], dg: Reg
 ) -> tuple[Reg, Reg]:
     """Of every element the cotangent of x, the raw input and its bias, and its share of that of a_log."""
-    a_log, scale = rate
+    excess, scale = rate  # see `rate_of`
     if kind.name == "sigmoid":
         power = jnp.exp(-jnp.abs(scale * x))
         sigmoid = inverse(1.0 + power)
@@ -148,8 +147,7 @@ def _derive(
         has_gradient = dg != 0.0
         da_log = dx * x
     else:
-        excess = jnp.clip(a_log - MAX_LOG_RATE, 0.0, MAX_LOG_RATE)  # see `log2_decay`
-        power = jnp.exp(excess - jnp.abs(x))
+        power = jnp.exp2(excess - LOG2E * jnp.abs(x))
         decay = -scale * (jnp.maximum(x, 0.0) + _log1p(power))
         sigmoid = inverse(1.0 + power) * jnp.where(x < 0.0, power, 1.0)
         dx = -scale * sigmoid * dg

@@ -18,11 +18,12 @@ from jfla.pallas.common.gate import (
     with_resets,
 )
 from jfla.pallas.mgpu.columns import widened
-from jfla.pallas.mgpu.copies import Copies, commit_smem, load_with_layout
+from jfla.pallas.mgpu.copies import Copies, commit_smem, load_with_layout, write
 from jfla.pallas.mgpu.iota import iota, per_column, per_row
 from jfla.pallas.mgpu.layouts import ROWS, WGMMA
-from jfla.pallas.mgpu.mma import load, zeros
+from jfla.pallas.mgpu.mma import load
 from jfla.pallas.mgpu.moves import load_rows, load_rows_wide
+from jfla.pallas.mgpu.row_squares import row_squares
 from jfla.pallas.mgpu.smem import F16, F32
 from jfla.pallas.mgpu.types import Gmem, Index, Layout, Reg, Smem
 from jfla.types import CHUNK
@@ -36,7 +37,7 @@ class QkgOperands(NamedTuple):
     q: Gmem  # [B, T, H, K]
     k: Gmem  # [B, T, H, K]
     g: Gmem  # [B, T, HV, K], raw where there is a gate
-    rates: Gmem  # [HV, 2] or None: a_log and exp(a_log)
+    rates: Gmem  # [HV, 2] or None: `rate_of` a_log
     log2_bias: Gmem  # [HV, K] or None
     resets: Gmem  # [B, T] or None
 
@@ -94,21 +95,30 @@ class QkTiles(NamedTuple):
         With `gmem` also of the tiles of K that other CTAs own.
         """
         step = self.square_norms.shape[1]
-        num_tiles = self.num_tiles if gmem is None else gmem.q.shape[-1] // TILE_K
-        for which, tiles in enumerate((self.q, self.k)):
-            total = zeros(CHUNK, TILE_K)
-            for n in range(0, num_tiles, step):
-                if gmem is None or n < self.num_tiles:
-                    y = tiles[tile ^ n]
-                else:
-                    y = self.for_rows(
-                        gmem[which], tile ^ n, lambda x: load_with_layout(x, WGMMA)
-                    )
-                total += y.astype(F32) * y.astype(F32)
-            self.square_norms.at[which, tile][...] = jnp.sum(total, axis=1)
+        own = [
+            [tiles.at[tile ^ n] for n in range(0, self.num_tiles, step)]
+            for tiles in (self.q, self.k)
+        ]
+        for which, total in enumerate(row_squares(*own)):
+            if gmem is not None:
+                others = self._squares_of_others(which, tile, gmem)
+                total = functools.reduce(jnp.add, others, total)
+            write(self.square_norms.at[which, tile], total)
+
+    def _squares_of_others(
+        self, which: int, tile: Index, gmem: QkgOperands
+    ) -> list[Reg]:
+        """[C]: the row sums of x^2 of each tile of q or k that other CTAs own."""
+        squares = []
+        step = self.square_norms.shape[1]
+        for n in range(self.num_tiles, gmem.q.shape[-1] // TILE_K, step):
+            load_tile = functools.partial(load_with_layout, layout=WGMMA)
+            x = self.for_rows(gmem[which], tile ^ n, load_tile)
+            squares.append(jnp.sum(jnp.square(x.astype(F32)), axis=1))
+        return squares
 
     def inv_norm(self, which: int, layout: Layout = ROWS) -> Reg:
-        """[C]: 1 / norm of each row of q or k, under qk_norm."""
+        """[C]: 1 / norm of each row of q or k, under qk_norm, of what `write_square_norms` left."""
         lines = [
             load_with_layout(self.square_norms.at[which, tile], layout)
             for tile in range(self.square_norms.shape[1])
@@ -119,7 +129,8 @@ class QkTiles(NamedTuple):
         """[C, 64] float32 of q or k as the recurrence reads it: q is scaled."""
         x = load((self.q, self.k)[which].at[tile]).astype(F32)
         if self.options.qk_norm:
-            x = x * per_row(self.inv_norm(which), TILE_K)
+            factor = self.inv_norm(which) * self.options.factor(which)
+            return x * per_row(factor, TILE_K)
         return x * self.options.scale if which == Q else x
 
     def load_raw_gate(

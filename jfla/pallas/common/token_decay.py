@@ -1,6 +1,6 @@
 """Decays that are applied per token: the factors of a scalar gate (GDN); KDA has them in its tiles already."""
 
-import math
+from typing import Any
 
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -52,13 +52,17 @@ def decay_smem(scalar_gate: bool, stages: int, key_dim: int) -> MemorySpec:
     return plgpu.SMEM((stages, 4, CHUNK) if scalar_gate else (stages, key_dim), F32)
 
 
-def pair_decay(log2_cum_smem: Smem, scale: float = 1.0) -> Reg:
-    """[C, C]: scale * decay from token j to token i, from the running sum of log2 decay; `scale` above the diagonal.
+def pair_decay(log2_cum_smem: Smem, log2_factor: Any = 0.0) -> Reg:
+    """[C, C]: decay from token j to token i, from the running sum of log2 decay; 1 above the diagonal; times a factor.
+
+    The factor is one number, or one for every row i.
 
     The one exponent that is a difference of sums. The sums are float32 and at most 64 * 150 in size (see
     `gate.STRONGEST`), so their rounding costs a decay 6e-4 of itself at most: less than bf16 operands do.
     """
-    log_scale = math.log2(scale)
-    rows = per_row(load_with_layout(log2_cum_smem, ROWS) + log_scale, CHUNK)
+    rows = per_row(load_with_layout(log2_cum_smem, ROWS) + log2_factor, CHUNK)
     columns = per_column(load_with_layout(log2_cum_smem, COLS), CHUNK)
-    return jnp.exp2(jnp.minimum(rows - columns, log_scale))
+    limit = log2_factor
+    if not isinstance(log2_factor, float):
+        limit = per_row(log2_factor, CHUNK)
+    return jnp.exp2(jnp.minimum(rows - columns, limit))

@@ -86,7 +86,7 @@ def multiply(
         sums = [
             element_of(acc[column, half], n) for half in range(HALVES) for n in range(2)
         ]
-        results = _mma_sync(left, right, sums, element)
+        results = mma_m16n8k16(left, right, sums, element)
         for half in range(HALVES):
             out[column, half] = pair(*results[2 * half : 2 * half + 2])
     return out
@@ -107,7 +107,7 @@ def _words(x: Fragments) -> WarpMatrix:
     return {part: utils.bitcast(register, word) for part, register in parts(x).items()}
 
 
-def _mma_sync(
+def mma_m16n8k16(
     a: list[Scalar], b: list[Scalar], acc: list[Scalar], element: str
 ) -> list[Scalar]:
     """[16, 8] += [16, 16] @ [16, 8] of a warp."""

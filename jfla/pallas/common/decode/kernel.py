@@ -32,7 +32,7 @@ from jfla.pallas.common.decode.spec import (
     decode_operands,
     decode_outputs,
 )
-from jfla.pallas.common.gate import LOG2E, MAX_LOG_RATE, gate_kind, log2_decay
+from jfla.pallas.common.gate import LOG2E, gate_kind, log2_decay, rate_of
 from jfla.pallas.mgpu.branches import int_of, when
 from jfla.pallas.mgpu.copies import (
     commit_smem,
@@ -206,13 +206,12 @@ def write_tokens(ctx: DecodeWarpgroup, raw: RawTokens) -> None:
         if not ctx.spec.scalar_gate:
             layout = ctx.layouts.token_keys
             log2_bias = broadcast_to_layout(log2_bias, shape, 1, layout)
-    rate = jnp.exp(jnp.minimum(a_log, MAX_LOG_RATE))
     g = raw.g.astype(F32)
     if ctx.spec.scalar_gate:
         g = per_token_to_keys(ctx, g)
     beta = per_token_to_keys(ctx, raw.beta.astype(F32))
     exponent = log2_decay(
-        ctx.spec.gate, g, (a_log, rate), log2_bias, log2_1p=_float32_log2_1p
+        ctx.spec.gate, g, rate_of(a_log), log2_bias, log2_1p=_float32_log2_1p
     )
     smem.decay[...] = jnp.exp2(exponent)
     if options.beta_max is not None:

@@ -8,11 +8,15 @@ The kernel is persistent. Every warpgroup is on its own: it loads a chunk, compu
 and takes the next.
 """
 
+import math
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jfla.gates import NORM_EPSILON
 from jfla.pallas.common.beta_scaling import write_a_inv, write_beta_scaling, write_lower
 from jfla.pallas.common.intra_gdn.smem import (
     BETA,
@@ -43,11 +47,12 @@ from jfla.pallas.mgpu.copies import (
     wait_for_stores,
     write,
 )
-from jfla.pallas.mgpu.iota import per_column, per_row, write_iota
+from jfla.pallas.mgpu.iota import per_column, write_iota
 from jfla.pallas.mgpu.layouts import COLS, ROWS
 from jfla.pallas.mgpu.mma import dot, zeros
 from jfla.pallas.mgpu.opaque import pin
 from jfla.pallas.mgpu.overlap import Kernel, PendingResults, ReadyFlags
+from jfla.pallas.mgpu.row_squares import row_squares
 from jfla.pallas.mgpu.scheduler import TileScheduler, WorkTile
 from jfla.pallas.mgpu.smem import transposed
 from jfla.pallas.mgpu.triangular import TriangularInverse
@@ -78,15 +83,12 @@ def load_tokens(
 def write_row_factors(ctx: IntraGdnWarpgroup) -> None:
     """Writes token scalars, beta scaling and the factors of `FactoredQK` to shared memory."""
     vectors = ctx.vectors
-    qk_norm = ctx.spec.options.qk_norm
     log2_decay = load_with_layout(vectors.token_inputs.at[LOG2_DECAY], COLS)
     columns = per_column(log2_decay, CHUNK)
     log2_cum = jnp.sum(
         jnp.where(ctx.lower_mask(), columns, zeros(CHUNK, CHUNK)), axis=1
     )
     write(vectors.token_scalars.at[LOG2_CUM], log2_cum)
-    if qk_norm:
-        ctx.qk.write_square_norms(0)
     write_beta_scaling(vectors.token_inputs.at[BETA], vectors.beta_scaling)
     commit_smem()
     last = vectors.token_scalars[LOG2_CUM, CHUNK - 1]
@@ -94,11 +96,16 @@ def write_row_factors(ctx: IntraGdnWarpgroup) -> None:
     q_from_start = jnp.exp2(log2_cum) * ctx.spec.options.scale
     k_from_start = jnp.exp2(log2_cum)
     k_to_end = jnp.exp2(last - log2_cum)
-    if qk_norm:
-        inv_norm_q = ctx.qk.inv_norm(Q)
-        inv_norm_k = ctx.qk.inv_norm(K)
+    if ctx.spec.options.qk_norm:
+        inv_norm_q, inv_norm_k = [
+            lax.rsqrt(squares + NORM_EPSILON)
+            for squares in row_squares(ctx.tiles(Q), ctx.tiles(K))
+        ]
         write(vectors.token_scalars.at[INV_NORMS + Q], inv_norm_q)
         write(vectors.token_scalars.at[INV_NORMS + K], inv_norm_k)
+        for line in range(2):
+            scaling = load_with_layout(vectors.beta_scaling.at[line], ROWS)
+            write(vectors.norm_scaling.at[line], scaling * inv_norm_k)
         q_from_start = q_from_start * inv_norm_q
         k_from_start = k_from_start * inv_norm_k
         k_to_end = k_to_end * inv_norm_k
@@ -110,18 +117,17 @@ def write_row_factors(ctx: IntraGdnWarpgroup) -> None:
 
 
 def decayed_dots(ctx: IntraGdnWarpgroup, which: int) -> Reg:
-    """[C, C] float32: scale * q D k^T, or k D k^T; above the diagonal D is 1."""
-    qk = ctx.qk
-    left = (qk.q, qk.k)[which]
-    tiles = [ctx.opaque_index(tile) for tile in range(ctx.spec.num_tiles)]
-    products = [(left.at[tile], transposed(qk.k.at[tile])) for tile in tiles]
+    """[C, C] float32: q D k^T with the factors of q, or k D k^T without norms; above the diagonal D is 1."""
+    products = [(x, transposed(k)) for x, k in zip(ctx.tiles(which), ctx.tiles(K))]
     x = dot(zeros(CHUNK, CHUNK), *products)
-    if ctx.spec.options.qk_norm:
-        x = x * per_row(qk.inv_norm(which), CHUNK)
-        x = x * per_column(qk.inv_norm(K, COLS), CHUNK)
-    x = x * pair_decay(
-        ctx.vectors.token_scalars.at[LOG2_CUM], ctx.spec.options.factor(which)
-    )
+    scalars = ctx.vectors.token_scalars
+    log2_factor: Any = math.log2(ctx.spec.options.factor(which))
+    if which == Q and ctx.spec.options.qk_norm:
+        inv_norms = scalars.at[INV_NORMS + K]
+        x = x * per_column(load_with_layout(inv_norms, COLS), CHUNK)
+        inv_norms = load_with_layout(scalars.at[INV_NORMS + Q], ROWS)
+        log2_factor = log2_factor + jnp.log2(inv_norms)
+    x = x * pair_decay(scalars.at[LOG2_CUM], log2_factor)
     # Pinned: ptxas would mix these products with the store of their result, and spill registers.
     return pin(x)
 
@@ -145,7 +151,11 @@ def compute_a_inv(ctx: IntraGdnWarpgroup, a_inv_gmem: Gmem) -> None:
     staging = ctx.qk.k.at[ctx.opaque_index(0)]
     beta_scaling = ctx.vectors.beta_scaling
     dots = decayed_dots(ctx, K)
-    write_lower(dots, beta_scaling, ctx.lower, ctx.work.zero)
+    # The norms of k in its rows and columns come with beta.
+    lower_scaling = beta_scaling
+    if ctx.spec.options.qk_norm:
+        lower_scaling = ctx.vectors.norm_scaling
+    write_lower(dots, lower_scaling, ctx.lower, ctx.work.zero)
     inverse = TriangularInverse(ctx.lower, ctx.scratch)
     write_a_inv(inverse, beta_scaling, staging, ctx.work.zero)
     store_tile(staging, ctx.index.tile(a_inv_gmem))

@@ -76,10 +76,10 @@ class IntraGdnOutputs(NamedTuple):
 class TokenVectors(NamedTuple):
     """Shared memory: vectors [C] float32, but for `iota`. All warpgroups' have a leading axis."""
 
-    square_norms: Smem  # [2, 1, C]
     token_inputs: Smem  # [NUM_TOKEN_INPUTS, C]
     token_scalars: Smem  # [1 or 3, C]
     beta_scaling: Smem  # [2, C]
+    norm_scaling: Smem  # [2, C]: the same over the norms of k, under qk_norm
     factors: Smem  # [4, C]
     iota: Smem  # [C] int32
 
@@ -133,7 +133,8 @@ class IntraGdnWarpgroup(NamedTuple):
 
     @property
     def vectors(self) -> TokenVectors:
-        return TokenVectors(*[x.at[self._row] for x in self.smem.vectors])
+        own = [None if x is None else x.at[self._row] for x in self.smem.vectors]
+        return TokenVectors(*own)
 
     @property
     def qk(self) -> QkTiles:
@@ -144,8 +145,13 @@ class IntraGdnWarpgroup(NamedTuple):
             num_tiles=self.spec.num_tiles,
             q=self._own_tiles(self.smem.q)[0],
             k=self._own_tiles(self.smem.k)[0],
-            square_norms=self.vectors.square_norms,
+            square_norms=None,
         )
+
+    def tiles(self, which: int) -> list[Smem]:
+        """Of q or k. By traced numbers: `dot` cannot close over a reference that a Python int indexed."""
+        tiles = self._own_tiles((self.smem.q, self.smem.k)[which])[0]
+        return [tiles.at[self.work.zero + n] for n in range(self.spec.num_tiles)]
 
     @property
     def lower(self) -> Smem:
@@ -213,10 +219,10 @@ def intra_gdn_storage(spec: IntraGdnSpec, q: Rows) -> SharedStorage:
         q=_qk_smem(spec),
         k=_qk_smem(spec),
         vectors=TokenVectors(
-            square_norms=vectors(2, 1),
             token_inputs=vectors(NUM_TOKEN_INPUTS),
             token_scalars=vectors(spec.num_token_scalars),
             beta_scaling=vectors(2),
+            norm_scaling=vectors(2) if spec.options.qk_norm else None,
             factors=vectors(4),
             iota=iota_smem(spec.wgs_per_cta, CHUNK),
         ),

@@ -232,9 +232,11 @@ def add_further_pairs(ctx: IntraKdaWarpgroup, step: int, sums: Reg, pairs: Reg) 
 def scaled(ctx: IntraKdaWarpgroup, which: int, x: Reg) -> Reg:
     """Channels of q or k as they were loaded in float32: normalised under qk_norm, and q scaled."""
     x = x.astype(F32)
-    if ctx.qk.options.qk_norm:
-        x = x * per_row(ctx.qk.inv_norm(which), x.shape[1])
-    return x * ctx.qk.options.scale if which == Q else x
+    options = ctx.qk.options
+    if options.qk_norm:
+        factor = ctx.qk.inv_norm(which) * options.factor(which)
+        return x * per_row(factor, x.shape[1])
+    return x * options.scale if which == Q else x
 
 
 def tell_stores_ended(ctx: IntraKdaWarpgroup) -> None:
