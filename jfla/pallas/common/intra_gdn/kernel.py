@@ -117,16 +117,16 @@ def write_row_factors(ctx: IntraGdnWarpgroup) -> None:
 
 
 def decayed_dots(ctx: IntraGdnWarpgroup, which: int) -> Reg:
-    """[C, C] float32: q D k^T with the factors of q, or k D k^T without norms; above the diagonal D is 1."""
+    """[C, C] float32: q D k^T with scale and norms, or k D k^T without norms; above the diagonal D is 1."""
     products = [(x, transposed(k)) for x, k in zip(ctx.tiles(which), ctx.tiles(K))]
     x = dot(zeros(CHUNK, CHUNK), *products)
     scalars = ctx.vectors.token_scalars
     log2_factor: Any = math.log2(ctx.spec.options.factor(which))
     if which == Q and ctx.spec.options.qk_norm:
-        inv_norms = scalars.at[INV_NORMS + K]
-        x = x * per_column(load_with_layout(inv_norms, COLS), CHUNK)
-        inv_norms = load_with_layout(scalars.at[INV_NORMS + Q], ROWS)
-        log2_factor = log2_factor + jnp.log2(inv_norms)
+        inv_norm_k = load_with_layout(scalars.at[INV_NORMS + K], COLS)
+        x = x * per_column(inv_norm_k, CHUNK)
+        inv_norm_q = load_with_layout(scalars.at[INV_NORMS + Q], ROWS)
+        log2_factor = log2_factor + jnp.log2(inv_norm_q)
     x = x * pair_decay(scalars.at[LOG2_CUM], log2_factor)
     # Pinned: ptxas would mix these products with the store of their result, and spill registers.
     return pin(x)
