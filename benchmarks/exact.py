@@ -186,8 +186,8 @@ def _run(
         output, final = forward(arrays)
         gradients: Arrays = {}
     else:
-        inputs_ = inputs.differentiated(arrays)
-        output, adjoint, final = jax.vjp(forward, inputs_, has_aux=True)
+        given = inputs.differentiated(arrays)
+        output, adjoint, final = jax.vjp(forward, given, has_aux=True)
         (gradients,) = adjoint(arrays["do"])
     found = {"output": output} | {f"d{name}": x for name, x in gradients.items()}
     if lengths is not None:

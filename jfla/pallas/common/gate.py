@@ -11,7 +11,7 @@ from jfla.gates import Gate, SigmoidGate
 from jfla.pallas.mgpu.iota import per_row
 from jfla.pallas.mgpu.layouts import WGMMA
 from jfla.pallas.mgpu.smem import F32
-from jfla.pallas.mgpu.types import Index, Layout, Reg
+from jfla.pallas.mgpu.types import Layout, Reg
 
 LOG2E = 1.4426950408889634
 # A decay of 2^-150 is 0 in float32, and 64 of them still sum without losing the digits of a weak gate.
@@ -44,7 +44,7 @@ def gate_parameters(
     heads: int,
     gate_dim: int,
 ) -> tuple[jax.Array | None, jax.Array | None]:
-    """(rates [HV, 2], dt_bias [HV, G]): `rate_of` a_log, and the bias."""
+    """(rates [HV, 2], dt_bias [HV, G]): `rate_of` each head's a_log, and the bias."""
     if gate is None:
         return None, None
     a_log = jnp.zeros(heads, F32) if gate.a_log is None else gate.a_log.astype(F32)
@@ -56,11 +56,11 @@ def gate_parameters(
     return jnp.stack(rate_of(a_log), axis=-1), bias.reshape(heads, gate_dim)
 
 
-def rate_of(a_log: Index) -> tuple[Index, Index]:
-    """What exp(a_log) is over the greatest rate there is, as a power of 2, and the rest of exp(a_log).
+def rate_of(a_log: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(excess, scale): exp(a_log) = 2^excess scale, and excess is 0 where a_log is at most MAX_LOG_RATE.
 
-    Far below zero a softplus gate is exp(a_log + x), so that what is over goes to the exponential; anywhere else the
-    decay is 0 at that rate.
+    A gate adds the excess in its exponential: far below zero softplus gives exp(a_log + x), which need not be large.
+    Where it is large the decay is 0 anyway.
     """
     excess = jnp.clip(a_log - MAX_LOG_RATE, 0.0, MAX_LOG_RATE)
     return LOG2E * excess, jnp.exp(jnp.minimum(a_log, MAX_LOG_RATE))

@@ -72,7 +72,8 @@ class QkTiles(NamedTuple):
     num_tiles: int
     q: Smem  # [num_tiles, C, 64]
     k: Smem  # [num_tiles, C, 64]
-    square_norms: Smem  # [2, up to num_tiles, C] float32: sum of x^2
+    # [2, up to num_tiles, C] float32: sum of x^2; None where the caller has the norms itself
+    square_norms: Smem
     first: Index = 0
 
     def columns(self, tile: Index) -> Index:

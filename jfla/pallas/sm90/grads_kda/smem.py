@@ -132,7 +132,7 @@ class GradsKdaWarpgroup(NamedTuple):
 
     wg: Index
     work: WorkTile
-    part: ChunkPart
+    part: ChunkPart  # the chunk, without an opaque zero (see `index`), and the channel block
     spec: GradsKdaSpec
     gmem: GradsKdaOperands
     smem: SharedStorage
