@@ -24,7 +24,7 @@ from jfla.pallas.mgpu.moves import (
     store_scratch,
 )
 from jfla.pallas.mgpu.opaque import opaque_zero
-from jfla.pallas.mgpu.row_squares import row_squares
+from jfla.pallas.mgpu.row_dots import add_row_dots, no_blocks, row_dots, row_squares
 from jfla.pallas.mgpu.smem import BF16, F16, F32, tile_smem
 from jfla.pallas.mgpu.tile_moves import load_matrix, load_matrix_transposed
 from jfla.pallas.mgpu.warp_blocks import only_block
@@ -89,6 +89,22 @@ def test_squares_of_rows_are_summed_over_all_tiles(num_tiles: int, dtype: Any):
     squares = np.square(np.asarray(x, np.float64))
     want = [squares.sum(axis=1), num_tiles * squares[:, :SIZE].sum(axis=1)]
     np.testing.assert_allclose(found, np.repeat(want, SIZE, axis=0).T, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_rows_of_two_arrays_are_multiplied_row_by_row(dtype: Any):
+    x, y = draw(*[(SIZE, SIZE)] * 2, dtype=dtype)
+
+    def body(inputs: Any, out: Any, _smem: Any, _barriers: Any) -> None:
+        rows = [load_rows(ref) for ref in inputs]
+        blocks = add_row_dots(no_blocks(), *rows)
+        blocks = add_row_dots(blocks, *rows)
+        store_from_layout(out, per_row(row_dots(blocks), SIZE))
+
+    found = run_kernel(body, (x, y), SIZE, "row_dots")
+    dots = np.sum(np.asarray(x, np.float64) * np.asarray(y, np.float64), axis=1)
+    want = np.repeat(2 * dots[:, None], SIZE, axis=1)
+    np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-4)
 
 
 def test_blocks_of_rows_are_multiplied_each_with_its_own():

@@ -23,7 +23,7 @@ from jfla.pallas.mgpu.iota import iota, per_column, per_row
 from jfla.pallas.mgpu.layouts import ROWS, WGMMA
 from jfla.pallas.mgpu.mma import load
 from jfla.pallas.mgpu.moves import load_rows, load_rows_wide
-from jfla.pallas.mgpu.row_squares import row_squares
+from jfla.pallas.mgpu.row_dots import row_squares
 from jfla.pallas.mgpu.smem import F16, F32
 from jfla.pallas.mgpu.types import Gmem, Index, Layout, Reg, Smem
 from jfla.types import CHUNK

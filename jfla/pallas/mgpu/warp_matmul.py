@@ -14,7 +14,7 @@ from jaxlib.mlir.dialects import llvm
 
 from jfla.pallas.context import interpreting
 from jfla.pallas.mgpu.layouts import WGMMA
-from jfla.pallas.mgpu.smem import F32
+from jfla.pallas.mgpu.smem import BF16, F32
 from jfla.pallas.mgpu.thread import (
     BLOCK_ROWS,
     HALVES,
@@ -37,7 +37,7 @@ SUMMED_PARTS = 2  # columns of parts that a product sums over
 def add_block_products(acc: Reg, left: Reg, rights: tuple[Reg, ...]) -> Reg:
     """acc [64, 16 n] float32 + left_w @ right_w^T of every block w of 16 rows, for n rights side by side.
 
-    left and rights are [64, channels] bfloat16.
+    left and rights are [64, channels] of 16 bits.
     """
     if interpreting():
         blocks = (NUM_WARPS, BLOCK_ROWS, -1)
@@ -53,6 +53,7 @@ def add_block_products(acc: Reg, left: Reg, rights: tuple[Reg, ...]) -> Reg:
         ]
         return acc + jnp.concatenate(products, axis=-1).reshape(acc.shape)
     out: Any = plgpu.ShapeDtypeStruct(acc.shape, acc.dtype, WGMMA)
+    element = "bf16" if left.dtype == BF16 else "f16"
 
     @plgpu.inline_mgpu(arg_types=(WGMMA,) * (2 + len(rights)), return_type=out)
     def add(
@@ -67,7 +68,7 @@ def add_block_products(acc: Reg, left: Reg, rights: tuple[Reg, ...]) -> Reg:
             for k in range(0, left.shape[1] // PART, SUMMED_PARTS):
                 a = {(i, half): left_parts[k + i, half] for i, half in EVERY_PART}
                 b = {(i, half): right_parts[k + i, half] for i, half in EVERY_PART}
-                total = multiply(total, a, b, "bf16")
+                total = multiply(total, a, b, element)
             for i, half in EVERY_PART:
                 sums[first + i, half] = total[i, half]
         return from_parts(sums)

@@ -23,7 +23,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
 from jfla.pallas.common.chunk_index import TILE_K, TILE_V, ChunkGrid, PartGrid
@@ -50,7 +49,9 @@ from jfla.pallas.mgpu.launch import launch
 from jfla.pallas.mgpu.layouts import COLS, ROWS, WGMMA
 from jfla.pallas.mgpu.mma import dot, dots, load, zeros
 from jfla.pallas.mgpu.opaque import zero_operand
+from jfla.pallas.mgpu.row_dots import add_row_dots, no_blocks, row_dots
 from jfla.pallas.mgpu.smem import BF16, F32, transposed
+from jfla.pallas.mgpu.tile_moves import load_matrix_transposed
 from jfla.pallas.mgpu.types import Gmem, Index, Reg
 from jfla.pallas.mma import kda_blocks
 from jfla.pallas.mma.grads_kda_cta import (
@@ -146,10 +147,8 @@ def grads_of_states(ctx: GradsKdaCta, num_v_tiles: int, dg_gmem: Gmem) -> Grads:
         state = ctx.states.at[STATE]
         dstate = ctx.states.at[DSTATE]
         # With channels as rows, so that no warp needs another.
-        product = load(transposed(state)).astype(F32) * load(transposed(dstate)).astype(
-            F32
-        )
-        state_dot_dstate += jnp.sum(product, axis=1)
+        factors = [load_matrix_transposed(x) for x in (state, dstate)]
+        state_dot_dstate = add_row_dots(state_dot_dstate, *factors)
         commit_smem()  # keeps the compiler from loading this beside the operands of the matmuls
         dq, dk, dk_end = dots(
             (dq, (ctx.smem.values.at[DO], state)),
@@ -159,11 +158,13 @@ def grads_of_states(ctx: GradsKdaCta, num_v_tiles: int, dg_gmem: Gmem) -> Grads:
         return dq, dk, dk_end, state_dot_dstate
 
     zero = zeros(CHUNK, TILE_K)
-    zero_rows = plgpu.layout_cast(jnp.zeros(TILE_K, F32), ROWS)
     # A loop also where there is one tile: beside what follows, its sums would be spilled.
-    sums = lax.fori_loop(0, num_v_tiles + ctx.zero, add, (zero, zero, zero, zero_rows))
+    sums = lax.fori_loop(
+        0, num_v_tiles + ctx.zero, add, (zero, zero, zero, no_blocks())
+    )
     dq, dk, dk_end, state_dot_dstate = sums
     commit_smem()
+    state_dot_dstate = row_dots(state_dot_dstate)
     ctx.line(DG_CHUNK)[...] = state_dot_dstate * jnp.exp2(ctx.decays.whole_chunk())
     dk_end = dk_end * jnp.exp2(ctx.decays.to_end())
     dg = per_column(load_with_layout(ctx.line(DG_CHUNK), COLS), CHUNK)

@@ -52,7 +52,7 @@ from jfla.pallas.mgpu.layouts import COLS, ROWS
 from jfla.pallas.mgpu.mma import dot, zeros
 from jfla.pallas.mgpu.opaque import pin
 from jfla.pallas.mgpu.overlap import Kernel, PendingResults, ReadyFlags
-from jfla.pallas.mgpu.row_squares import row_squares
+from jfla.pallas.mgpu.row_dots import row_squares
 from jfla.pallas.mgpu.scheduler import TileScheduler, WorkTile
 from jfla.pallas.mgpu.smem import transposed
 from jfla.pallas.mgpu.triangular import TriangularInverse

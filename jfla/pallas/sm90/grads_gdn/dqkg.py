@@ -32,7 +32,9 @@ from jfla.pallas.mgpu.copies import load_with_layout
 from jfla.pallas.mgpu.iota import column_numbers, per_column, per_row, row_numbers
 from jfla.pallas.mgpu.layouts import COLS, ROWS
 from jfla.pallas.mgpu.mma import dots, load, zeros
+from jfla.pallas.mgpu.row_dots import add_row_dots, no_blocks, row_dots
 from jfla.pallas.mgpu.smem import F32, transposed
+from jfla.pallas.mgpu.tile_moves import load_matrix
 from jfla.pallas.mgpu.types import Gmem, Index, Layout, Reg, Smem
 from jfla.pallas.sm90.grads_gdn.smem import (
     DO,
@@ -57,19 +59,18 @@ class SumsOverV(NamedTuple):
     dk: Reg  # [C, 64]: dv S^T
     dk_to_end: Reg  # [C, 64]: v_new dS^T
     weights: Reg  # [C, C]: do v_new^T on consumer 0, dv v_new^T on consumer 1
-    # [64]: sums of S * dS; all of them together belong to the chunk
+    # [64, 16]: of `add_row_dots` of S and dS, over channels; all of them together belong to the chunk
     state_dot_dstate: Reg
 
 
 def zero_sums() -> SumsOverV:
     zero = zeros(CHUNK, TILE_K)
-    zero_rows = plgpu.layout_cast(jnp.zeros(TILE_K, F32), ROWS)
     return SumsOverV(
         dq=zero,
         dk=zero,
         dk_to_end=zero,
         weights=zero,
-        state_dot_dstate=zero_rows,
+        state_dot_dstate=no_blocks(),
     )
 
 
@@ -82,8 +83,9 @@ def add_v_tile(ctx: GradsGdnWarpgroup, v_tile: Index, sums: SumsOverV) -> SumsOv
     v_new = ctx.value_tile(stage, V_NEW)
     state = ctx.state_tile(stage, STATE)
     dstate = ctx.state_tile(stage, DSTATE)
-    product = _load_f32(state) * _load_f32(dstate)
-    state_dot_dstate = sums.state_dot_dstate + _row_sum(product)
+    state_dot_dstate = add_row_dots(
+        sums.state_dot_dstate, load_matrix(state), load_matrix(dstate)
+    )
     do_or_dv = ctx.smem.values.at[stage, ctx.wg]
     dq, dk, dk_to_end, weights = dots(
         (sums.dq, (do, state)),
@@ -159,7 +161,7 @@ def constant_norm_grads(ctx: GradsGdnWarpgroup, sums: SumsOverV) -> tuple[Reg, R
     up_to = q * dq + k * (dk_as_row - dk_as_column)
     g_terms.at[G_UP_TO, tile][...] = _row_sum(up_to)
     g_terms.at[G_AFTER, tile][...] = _row_sum(k * dk_to_end)
-    g_terms.at[G_CHUNK, tile][...] = sums.state_dot_dstate
+    g_terms.at[G_CHUNK, tile][...] = row_dots(sums.state_dot_dstate)
     # The diagonal of W_q, which no decay multiplies.
     diag_w_q = load_with_layout(ctx.smem.diagonals.at[Q], ROWS)
     diag_w_q = diag_w_q * options.scale

@@ -16,7 +16,7 @@ from jfla.pallas.common.pair_passes import NUM_BLOCKS
 from jfla.pallas.common.qk_tiles import K, Q
 from jfla.pallas.common.results import KernelGrads
 from jfla.pallas.mgpu.branches import when
-from jfla.pallas.mgpu.columns import join_columns, split_columns, widened
+from jfla.pallas.mgpu.columns import join_columns, widened
 from jfla.pallas.mgpu.copies import (
     arrive_after_stores,
     commit_smem,
@@ -31,8 +31,8 @@ from jfla.pallas.mgpu.layouts import COLS, ROWS, WIDE
 from jfla.pallas.mgpu.mma import MatmulQueue, Sum, dot, zeros
 from jfla.pallas.mgpu.moves import load_scratch, store_transposed_f32
 from jfla.pallas.mgpu.overlap import ReadyFlags
+from jfla.pallas.mgpu.row_dots import add_row_dots, no_blocks, row_dots
 from jfla.pallas.mgpu.smem import BF16, F32, transposed
-from jfla.pallas.mgpu.thread import PART
 from jfla.pallas.mgpu.tile_moves import load_matrix, load_matrix_transposed
 from jfla.pallas.mgpu.types import Reg
 from jfla.pallas.mgpu.warp_blocks import store_columns
@@ -95,7 +95,7 @@ def run_consumer(
 def sums_over_v(ctx: GradsKdaWarpgroup) -> tuple[SumsOverV, Reg]:
     """Sums over V, 64 columns at a time, and g as the caller passed it.
 
-    The tensor cores have a tile's products while S and dS are multiplied and g is loaded.
+    The tensor cores have a tile's products while g is loaded, and the products of S with dS are issued.
     """
     queue = MatmulQueue()
 
@@ -103,7 +103,7 @@ def sums_over_v(ctx: GradsKdaWarpgroup) -> tuple[SumsOverV, Reg]:
         dq: Sum, dk: Sum, dk_to_end: Sum, weights: Sum
     ) -> tuple[SumsOverV, Reg]:
         raw_gate: Any = None
-        state_dot_dstate = zeros(TILE_K, PART)
+        state_dot_dstate = no_blocks()
         for v_tile in range(ctx.spec.v_tiles):
             # With the same addresses in every tile LLVM would keep them from tile to tile, and ptxas spill them.
             tile_ctx = ctx.recompute_addresses()
@@ -126,9 +126,7 @@ def sums_over_v(ctx: GradsKdaWarpgroup) -> tuple[SumsOverV, Reg]:
                 # intra-chunk kernel has them, ptxas spills registers here.
                 raw_gate = ctx.qk.load_raw_gate(ctx.gmem.qkg, ctx.own_tile, WIDE)
             factors = [load_matrix_transposed(x) for x in (state, dstate)]
-            product = widened(factors[0]) * widened(factors[1])
-            for columns in split_columns(product, PART):
-                state_dot_dstate = state_dot_dstate + columns
+            state_dot_dstate = add_row_dots(state_dot_dstate, *factors)
             queue.wait()
             plgpu.barrier_arrive(ctx.barriers.v_empty.at[stage])
         sums = SumsOverV(
@@ -136,7 +134,7 @@ def sums_over_v(ctx: GradsKdaWarpgroup) -> tuple[SumsOverV, Reg]:
             dk.read(),
             dk_to_end.read(),
             weights.read(),
-            jnp.sum(state_dot_dstate, axis=1),
+            row_dots(state_dot_dstate),
         )
         return sums, raw_gate
 

@@ -159,8 +159,8 @@ class GradsKdaWarpgroup(NamedTuple):
 
     @property
     def own_tile(self) -> Index:
-        """This consumer's tile of channels; with K = 64 there is one, which number 0 has."""
-        return self.wg if self.spec.num_tiles == KDA_CONSUMERS else self.zero
+        """This consumer's tile of channels; with K = 64 there is one, which both read and number 0 stores."""
+        return self.wg if self.spec.num_tiles == KDA_CONSUMERS else self.wg >> 1
 
     @property
     def qk(self) -> QkTiles:
