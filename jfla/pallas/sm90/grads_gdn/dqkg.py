@@ -59,7 +59,7 @@ class SumsOverV(NamedTuple):
     dk: Reg  # [C, 64]: dv S^T
     dk_to_end: Reg  # [C, 64]: v_new dS^T
     weights: Reg  # [C, C]: do v_new^T on consumer 0, dv v_new^T on consumer 1
-    # [64, 16]: of `add_row_dots` of S and dS, over channels; all of them together belong to the chunk
+    # [64, 16]: products of rows of S and of dS, see `row_dots.py`; all their row dots together belong to the chunk
     state_dot_dstate: Reg
 
 

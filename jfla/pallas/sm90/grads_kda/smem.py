@@ -160,6 +160,7 @@ class GradsKdaWarpgroup(NamedTuple):
     @property
     def own_tile(self) -> Index:
         """This consumer's tile of channels; with K = 64 there is one, which both read and number 0 stores."""
+        # Of the warpgroup's number in both cases: with an opaque zero for each access ptxas spilled 48 bytes.
         return self.wg if self.spec.num_tiles == KDA_CONSUMERS else self.wg >> 1
 
     @property
