@@ -11,11 +11,17 @@ from jax.experimental import pallas as pl
 
 import jfla
 from jfla.pallas.mgpu.columns import widened
-from jfla.pallas.mgpu.copies import commit_smem, store_from_layout, write
+from jfla.pallas.mgpu.copies import (
+    commit_smem,
+    load_with_layout,
+    store_from_layout,
+    write,
+)
+from jfla.pallas.mgpu.diagonal import below_diagonal, diagonal
 from jfla.pallas.mgpu.folded_sums import fold, fold_selector, unfold
 from jfla.pallas.mgpu.iota import per_row
 from jfla.pallas.mgpu.launch import launch
-from jfla.pallas.mgpu.layouts import WIDE, WIDER
+from jfla.pallas.mgpu.layouts import WGMMA, WIDE, WIDER
 from jfla.pallas.mgpu.mma import dot, zeros
 from jfla.pallas.mgpu.moves import (
     load_rows,
@@ -105,6 +111,36 @@ def test_rows_of_two_arrays_are_multiplied_row_by_row(dtype: Any):
     dots = np.sum(np.asarray(x, np.float64) * np.asarray(y, np.float64), axis=1)
     want = np.repeat(2 * dots[:, None], SIZE, axis=1)
     np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("with_diagonal", [False, True])
+def test_what_is_below_the_diagonal_is_told_from_the_rest(with_diagonal: bool):
+    x, other = draw(*[(SIZE, SIZE)] * 2, dtype=F32)
+    # Not below the diagonal x may be infinite.
+    x = jnp.where(jnp.triu(jnp.ones_like(x), k=int(with_diagonal)) == 1, jnp.inf, x)
+
+    def body(inputs: Any, out: Any, _smem: Any, _barriers: Any) -> None:
+        x, other = (load_with_layout(ref, WGMMA) for ref in inputs)
+        for n, rest in enumerate((other, None)):
+            kept = below_diagonal(x, rest, with_diagonal=with_diagonal)
+            store_from_layout(out.at[:, n * SIZE : (n + 1) * SIZE], kept)
+
+    found = run_kernel(body, (x, other), 2 * SIZE, "below_diagonal")
+    below = np.tri(SIZE, k=0 if with_diagonal else -1) == 1
+    want = [np.where(below, x, rest) for rest in (other, 0)]
+    np.testing.assert_array_equal(found, np.concatenate(want, axis=1))
+
+
+def test_the_diagonal_of_a_tile_is_a_line():
+    (x,) = draw((SIZE, SIZE), dtype=F32)
+
+    def body(x_gmem: Any, out: Any, _smem: Any, _barriers: Any) -> None:
+        line = diagonal(load_with_layout(x_gmem, WGMMA))
+        store_from_layout(out, per_row(line, SIZE))
+
+    found = run_kernel(body, x, SIZE, "diagonal")
+    want = np.repeat(np.diagonal(x)[:, None], SIZE, axis=1)
+    np.testing.assert_array_equal(found, want)
 
 
 def test_blocks_of_rows_are_multiplied_each_with_its_own():

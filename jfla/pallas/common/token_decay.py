@@ -53,16 +53,13 @@ def decay_smem(scalar_gate: bool, stages: int, key_dim: int) -> MemorySpec:
 
 
 def pair_decay(log2_cum_smem: Smem, log2_factor: Any = 0.0) -> Reg:
-    """[C, C]: decay from token j to token i, from the running sum of log2 decay; 1 above the diagonal; times a factor.
+    """[C, C]: decay from token j to token i, from the running sum of log2 decay, times a factor.
 
-    The factor is one number, or one for every row i.
+    The factor is one number, or one for every row i. Above the diagonal it is anything, also infinite.
 
     The one exponent that is a difference of sums. The sums are float32 and at most 64 * 150 in size (see
     `gate.STRONGEST`), so their rounding costs a decay 6e-4 of itself at most: less than bf16 operands do.
     """
     rows = per_row(load_with_layout(log2_cum_smem, ROWS) + log2_factor, CHUNK)
     columns = per_column(load_with_layout(log2_cum_smem, COLS), CHUNK)
-    limit = log2_factor
-    if not isinstance(log2_factor, float):
-        limit = per_row(log2_factor, CHUNK)
-    return jnp.exp2(jnp.minimum(rows - columns, limit))
+    return jnp.exp2(rows - columns)

@@ -37,14 +37,6 @@ def write_iota(line_smem: Smem) -> None:
     commit_smem()
 
 
-def row_numbers(size: int) -> Reg:
-    """[size, size]: the number of every element's row.
-
-    Broadcast from one line: a two-dimensional iota holds a register for every element.
-    """
-    return per_row(iota(size, ROWS), size)
-
-
 def column_numbers(line_smem: Smem) -> Reg:
     """[size, size]: the number of every element's column, from a line of `write_iota`.
 

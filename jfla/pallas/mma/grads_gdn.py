@@ -26,25 +26,19 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
 from jfla.pallas.common.chunk_index import TILE_K, TILE_V, ChunkGrid, ChunkIndex
-from jfla.pallas.common.intra_gdn.smem import INV_NORMS, LOG2_CUM
+from jfla.pallas.common.intra_gdn.smem import INV_NORMS
 from jfla.pallas.common.packed_rows import places_of, rows_like
+from jfla.pallas.common.pair_weights import pair_weights
 from jfla.pallas.common.qk_tiles import K, Q, QkOptions
 from jfla.pallas.common.results import KernelGrads
-from jfla.pallas.common.token_decay import pair_decay
 from jfla.pallas.mgpu.copies import (
     Copies,
     commit_smem,
     load_with_layout,
     store_from_layout,
 )
-from jfla.pallas.mgpu.iota import (
-    column_numbers,
-    iota,
-    iota_smem,
-    per_column,
-    per_row,
-    write_iota,
-)
+from jfla.pallas.mgpu.diagonal import below_diagonal, diagonal
+from jfla.pallas.mgpu.iota import per_column, per_row
 from jfla.pallas.mgpu.launch import launch
 from jfla.pallas.mgpu.layouts import COLS, ROWS
 from jfla.pallas.mgpu.mma import dot, dots, load, zeros
@@ -86,7 +80,6 @@ class SharedStorage(NamedTuple):
     token_scalars: Smem  # [1 or 3] vectors
     diagonals: Smem  # [2] vectors: do . v_new and dv . v_new of every token
     g_terms: Smem  # [3] vectors: x . dx by the span of the decay that x meets
-    iota: Smem  # [1, C] int32
 
 
 class GradsGdnCta(NamedTuple):
@@ -106,11 +99,6 @@ class GradsGdnCta(NamedTuple):
     def inv_norm(self, which: int) -> Reg:
         """[C]: 1 / norm of each row of q or k, under qk_norm."""
         return load_with_layout(self.smem.token_scalars.at[INV_NORMS + which], ROWS)
-
-    def tokens(self) -> tuple[Reg, Reg]:
-        """[C, C]: the row and the column number of every element."""
-        row = per_row(iota(CHUNK, ROWS) + self.zero, CHUNK)
-        return row, column_numbers(self.smem.iota.at[0])
 
 
 def load_values(ctx: GradsGdnCta, v_tile: Index, copies: Copies) -> None:
@@ -156,21 +144,12 @@ def write_pair_weights(ctx: GradsGdnCta, num_v_tiles: int) -> None:
 
 def write_weights(ctx: GradsGdnCta, which: int, weights: Reg) -> None:
     """W_q or W_k with decays and norms, from the products of values."""
-    zero = zeros(CHUNK, CHUNK)
-    token_scalars = ctx.smem.token_scalars
-    row, column = ctx.tokens()
-    ctx.smem.diagonals.at[which][...] = jnp.sum(
-        jnp.where(row == column, weights, zero), axis=1
-    )
-    weights = weights * pair_decay(token_scalars.at[LOG2_CUM])
-    weights = weights * (ctx.options.scale if which == Q else -1.0)
-    if ctx.options.qk_norm:
-        weights = weights * per_row(ctx.inv_norm(which), CHUNK)
-        inv_norm_k = load_with_layout(token_scalars.at[INV_NORMS + K], COLS)
-        weights = weights * per_column(inv_norm_k, CHUNK)
-    strictly_lower = jnp.where(column < row, weights, zero)
+    ctx.smem.diagonals.at[which][...] = diagonal(weights)
+    scale = ctx.options.scale if which == Q else -1.0
+    qk_norm = ctx.options.qk_norm
+    weights = pair_weights(weights, ctx.smem.token_scalars, which, scale, qk_norm)
     weights_smem = ctx.smem.weights.at[which]
-    weights_smem[...] = strictly_lower.astype(weights_smem.dtype)
+    weights_smem[...] = weights.astype(weights_smem.dtype)
 
 
 class SumsOverV(NamedTuple):
@@ -260,8 +239,7 @@ def store_dg(ctx: GradsGdnCta, out_gmem: KernelGrads) -> None:
         return per_column(load_with_layout(ctx.smem.g_terms.at[term], COLS), CHUNK)
 
     # The decay of token i is in the sums up to tokens j >= i, and in those after tokens j < i.
-    row, column = ctx.tokens()
-    terms = jnp.where(column >= row, columns(G_UP_TO), columns(G_AFTER))
+    terms = below_diagonal(columns(G_AFTER), columns(G_UP_TO))
     terms = terms + columns(G_CHUNK) * ctx.smem.factors[CHUNK_DECAY, 0]
     store_from_layout(ctx.index.tile(out_gmem.dg), jnp.sum(terms, axis=1))
     v_new_dot_dv = load_with_layout(ctx.smem.diagonals.at[K], ROWS)
@@ -270,7 +248,6 @@ def store_dg(ctx: GradsGdnCta, out_gmem: KernelGrads) -> None:
 
 def run_chunk(ctx: GradsGdnCta, out_gmem: KernelGrads) -> None:
     """Everything of a chunk."""
-    write_iota(ctx.smem.iota.at[0])
     copies = Copies(None)
     copies.start(ctx.index.tile(ctx.gmem.qk.factors), ctx.smem.factors)
     copies.start(ctx.index.tile(ctx.gmem.token_scalars), ctx.smem.token_scalars)
@@ -348,7 +325,6 @@ def _shared_storage(num_token_scalars: int, dtype: DTypeLike) -> SharedStorage:
         token_scalars=vectors(num_token_scalars),
         diagonals=vectors(2),
         g_terms=vectors(3),
-        iota=iota_smem(1, CHUNK),
     )
 
 

@@ -47,7 +47,8 @@ from jfla.pallas.mgpu.copies import (
     wait_for_stores,
     write,
 )
-from jfla.pallas.mgpu.iota import per_column, write_iota
+from jfla.pallas.mgpu.diagonal import below_diagonal
+from jfla.pallas.mgpu.iota import per_column
 from jfla.pallas.mgpu.layouts import COLS, ROWS
 from jfla.pallas.mgpu.mma import dot, zeros
 from jfla.pallas.mgpu.opaque import pin
@@ -85,9 +86,7 @@ def write_row_factors(ctx: IntraGdnWarpgroup) -> None:
     vectors = ctx.vectors
     log2_decay = load_with_layout(vectors.token_inputs.at[LOG2_DECAY], COLS)
     columns = per_column(log2_decay, CHUNK)
-    log2_cum = jnp.sum(
-        jnp.where(ctx.lower_mask(), columns, zeros(CHUNK, CHUNK)), axis=1
-    )
+    log2_cum = jnp.sum(below_diagonal(columns, with_diagonal=True), axis=1)
     write(vectors.token_scalars.at[LOG2_CUM], log2_cum)
     write_beta_scaling(vectors.token_inputs.at[BETA], vectors.beta_scaling)
     commit_smem()
@@ -117,7 +116,7 @@ def write_row_factors(ctx: IntraGdnWarpgroup) -> None:
 
 
 def decayed_dots(ctx: IntraGdnWarpgroup, which: int) -> Reg:
-    """[C, C] float32: q D k^T with scale and norms, or k D k^T without norms; above the diagonal D is 1."""
+    """[C, C] float32: q D k^T with scale and norms, or k D k^T without norms; above the diagonal anything."""
     products = [(x, transposed(k)) for x, k in zip(ctx.tiles(which), ctx.tiles(K))]
     x = dot(zeros(CHUNK, CHUNK), *products)
     scalars = ctx.vectors.token_scalars
@@ -135,9 +134,7 @@ def decayed_dots(ctx: IntraGdnWarpgroup, which: int) -> Reg:
 def compute_a_qk(ctx: IntraGdnWarpgroup, a_qk_gmem: Gmem) -> None:
     """Computes a_qk and starts its store from the first tile of q, which k D k^T does not read."""
     staging = ctx.qk.q.at[ctx.opaque_index(0)]
-    # Before the mask, which would be live across the dots.
-    dots = decayed_dots(ctx, Q)
-    a_qk = jnp.where(ctx.lower_mask(), dots, zeros(CHUNK, CHUNK))
+    a_qk = below_diagonal(decayed_dots(ctx, Q), with_diagonal=True)
     staging[...] = a_qk.astype(staging.dtype)
     commit_smem()
     store_tile(staging, ctx.index.tile(a_qk_gmem))
@@ -216,7 +213,6 @@ def intra_gdn(
         # Beside a consumer with more warpgroups, some have no part in this kernel.
         @when(wg < spec.wgs_per_cta)
         def _():
-            write_iota(smem.vectors.iota.at[wg])
             tiles = scheduler.up_to(spec.grid.used_tiles(gmem.q))
             if smem.places is not None:
                 first = scheduler.first(cta, wg).tile_index

@@ -16,11 +16,10 @@ from jfla.pallas.common.qk_tiles import QkOptions, QkTiles
 from jfla.pallas.common.results import RingChunks
 from jfla.pallas.context import interpreting
 from jfla.pallas.machine import on_hopper
-from jfla.pallas.mgpu.iota import column_numbers, iota_smem, row_numbers
 from jfla.pallas.mgpu.opaque import opaque_zero
 from jfla.pallas.mgpu.scheduler import WorkTile
 from jfla.pallas.mgpu.smem import F16, F32, tile_smem
-from jfla.pallas.mgpu.types import Barrier, Gmem, Index, MemorySpec, Reg, Smem
+from jfla.pallas.mgpu.types import Barrier, Gmem, Index, MemorySpec, Smem
 from jfla.stages import (
     IntraChunk,
 )
@@ -74,14 +73,13 @@ class IntraGdnOutputs(NamedTuple):
 
 
 class TokenVectors(NamedTuple):
-    """Shared memory: vectors [C] float32, but for `iota`. All warpgroups' have a leading axis."""
+    """Shared memory: vectors [C] float32. All warpgroups' have a leading axis."""
 
     token_inputs: Smem  # [NUM_TOKEN_INPUTS, C]
     token_scalars: Smem  # [1 or 3, C]
     beta_scaling: Smem  # [2, C]
     norm_scaling: Smem  # [2, C]: the same over the norms of k, under qk_norm
     factors: Smem  # [4, C]
-    iota: Smem  # [C] int32
 
 
 class SharedStorage(NamedTuple):
@@ -177,10 +175,6 @@ class IntraGdnWarpgroup(NamedTuple):
         """n, as a traced value: `dot` cannot close over a reference that a Python int indexed."""
         return self.work.zero + n
 
-    def lower_mask(self) -> Reg:
-        """[C, C]: True up to the diagonal."""
-        return column_numbers(self.vectors.iota) <= row_numbers(CHUNK)
-
 
 def intra_gdn_spec(
     q: Rows,
@@ -224,7 +218,6 @@ def intra_gdn_storage(spec: IntraGdnSpec, q: Rows) -> SharedStorage:
             beta_scaling=vectors(2),
             norm_scaling=vectors(2) if spec.options.qk_norm else None,
             factors=vectors(4),
-            iota=iota_smem(spec.wgs_per_cta, CHUNK),
         ),
         places=None
         if places_of(q) is None

@@ -23,15 +23,16 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfla.pallas.common.chunk_index import TILE_K
-from jfla.pallas.common.intra_gdn.smem import INV_NORMS, LOG2_CUM
+from jfla.pallas.common.pair_weights import pair_weights
 from jfla.pallas.common.qk_tiles import K, Q
 from jfla.pallas.common.results import KernelGrads
-from jfla.pallas.common.token_decay import pair_decay
 from jfla.pallas.mgpu.branches import when
-from jfla.pallas.mgpu.copies import load_with_layout
-from jfla.pallas.mgpu.iota import column_numbers, per_column, per_row, row_numbers
+from jfla.pallas.mgpu.columns import widened
+from jfla.pallas.mgpu.copies import commit_smem, load_with_layout, write
+from jfla.pallas.mgpu.diagonal import below_diagonal, diagonal
+from jfla.pallas.mgpu.iota import per_column, per_row
 from jfla.pallas.mgpu.layouts import COLS, ROWS
-from jfla.pallas.mgpu.mma import dots, load, zeros
+from jfla.pallas.mgpu.mma import dots, zeros
 from jfla.pallas.mgpu.row_dots import add_row_dots, no_blocks, row_dots
 from jfla.pallas.mgpu.smem import F32, transposed
 from jfla.pallas.mgpu.tile_moves import load_matrix
@@ -105,32 +106,18 @@ def add_v_tile(ctx: GradsGdnWarpgroup, v_tile: Index, sums: SumsOverV) -> SumsOv
 
 def write_pair_weights(ctx: GradsGdnWarpgroup, weights: Reg) -> None:
     """W_q by consumer 0 and W_k by consumer 1, strictly lower, and their diagonals unscaled."""
-    zero = zeros(CHUNK, CHUNK)
     options = ctx.spec.options
-    token_scalars = ctx.smem.token_scalars
-    diagonal_smem = ctx.smem.diagonals.at[ctx.wg]
+    write(ctx.smem.diagonals.at[ctx.wg], diagonal(weights))
+    scale = jnp.where(ctx.wg == Q, options.scale, -1.0)
+    weights = pair_weights(
+        weights, ctx.smem.token_scalars, ctx.wg, scale, options.qk_norm
+    )
     weights_smem = ctx.smem.weights.at[ctx.wg]
-    row = row_numbers(CHUNK)
-    column = column_numbers(ctx.iota)
-    diagonal = jnp.where(row == column, weights, zero)
-    diagonal_smem[...] = _row_sum(diagonal)
-    weights = weights * pair_decay(token_scalars.at[LOG2_CUM])
-    weights = weights * jnp.where(ctx.wg == Q, options.scale, -1.0)
-    if options.qk_norm:
-        inv_norm_rows = per_row(ctx.inv_norm(ctx.wg), CHUNK)
-        weights = weights * inv_norm_rows
-        inv_norm_k = load_with_layout(token_scalars.at[INV_NORMS + K], COLS)
-        inv_norm_columns = per_column(inv_norm_k, CHUNK)
-        weights = weights * inv_norm_columns
-    # Read again, so that the numbers from above are not live in registers meanwhile.
-    column = column_numbers(ctx.iota)
-    row = row_numbers(CHUNK)
-    strictly_lower = jnp.where(column < row, weights, zero)
-    weights_smem[...] = strictly_lower.astype(weights_smem.dtype)
+    write(weights_smem, weights.astype(weights_smem.dtype))
 
 
 def constant_norm_grads(ctx: GradsGdnWarpgroup, sums: SumsOverV) -> tuple[Reg, Reg]:
-    """dq and dk [C, 64] while the norms are held constant; writes `g_terms` for dg.
+    """dq and dk [C, 64] while the norms are held constant; writes `g_terms` for dg, `norm_dots` for the norms.
 
     Both consumers must have written their weights.
     """
@@ -153,20 +140,27 @@ def constant_norm_grads(ctx: GradsGdnWarpgroup, sums: SumsOverV) -> tuple[Reg, R
         ),
     )
     dk_to_end = ctx.row_factor(K_TO_END) * sums.dk_to_end
+    write(g_terms.at[G_CHUNK, tile], row_dots(sums.state_dot_dstate))
     q = _load_f32(q_smem)
     k = _load_f32(k_smem)
     # The decay of a pair (i, j) spans the tokens j + 1 .. i. What the pair gives to i counts with a
     # plus for all tokens up to i, what it gives to j with a minus for all tokens up to j, where the
     # two cancel.
-    up_to = q * dq + k * (dk_as_row - dk_as_column)
-    g_terms.at[G_UP_TO, tile][...] = _row_sum(up_to)
-    g_terms.at[G_AFTER, tile][...] = _row_sum(k * dk_to_end)
-    g_terms.at[G_CHUNK, tile][...] = row_dots(sums.state_dot_dstate)
+    q_dot_dq = _row_sum(q * dq)
+    k_dot_row = _row_sum(k * dk_as_row)
+    k_dot_column = _row_sum(k * dk_as_column)
+    k_dot_end = _row_sum(k * dk_to_end)
+    write(g_terms.at[G_UP_TO, tile], q_dot_dq + (k_dot_row - k_dot_column))
+    write(g_terms.at[G_AFTER, tile], k_dot_end)
     # The diagonal of W_q, which no decay multiplies.
     diag_w_q = load_with_layout(ctx.smem.diagonals.at[Q], ROWS)
     diag_w_q = diag_w_q * options.scale
     if options.qk_norm:
         diag_w_q = diag_w_q * ctx.inv_norm(Q) * ctx.inv_norm(K)
+        of_diagonal = diag_w_q * _row_sum(q * k)
+        k_dot_dk = k_dot_row + k_dot_column + k_dot_end
+        write(ctx.smem.norm_dots.at[Q, tile], q_dot_dq + of_diagonal)
+        write(ctx.smem.norm_dots.at[K, tile], k_dot_dk + of_diagonal)
     diag_w_q = per_row(diag_w_q, TILE_K)
     dq = dq + diag_w_q * k
     dk = dk_as_row + dk_as_column + dk_to_end + diag_w_q * q
@@ -182,7 +176,7 @@ def store_dq_dk(
 
         dx = dx' - f^2 x (x . dx')
 
-    x . dx' takes all channels, so with more than one channel block what is stored is dx' / f, the
+    x . dx', of `norm_dots`, takes all channels, so with more than one channel block what is stored is dx' / f, the
     cotangent of f x. `g_terms` of both consumers can be read afterwards.
     """
     qk_norm = ctx.spec.options.qk_norm
@@ -190,19 +184,14 @@ def store_dq_dk(
     own_tile = ctx.own_tile
     outputs = (out_gmem.dq, out_gmem.dk)
     tiles = [ctx.smem.qk.at[which, own_tile] for which in (Q, K)]
-    norm_dots = ctx.smem.norm_dots
-    if qk_norm and all_channels:
-        for which, tile, dx in zip((Q, K), tiles, grads):
-            norm_dot_smem = norm_dots.at[which, own_tile]
-            norm_dot_smem[...] = _row_sum(_load_f32(tile) * dx)
     if ctx.spec.num_tiles == GDN_CONSUMERS:
         ctx.sync_warpgroups()
     else:
-        plgpu.commit_smem()  # only consumer 0 is here
+        commit_smem()  # only consumer 0 is here
     for which, tile, dx, dx_gmem in zip((Q, K), tiles, grads, outputs):
         if qk_norm and all_channels:
             inv_norm = ctx.inv_norm(which)
-            norm_dot = _sum_over_tiles(ctx, norm_dots.at[which], ROWS)
+            norm_dot = _sum_over_tiles(ctx, ctx.smem.norm_dots.at[which], ROWS)
             x = _load_f32(tile)
             along_x = inv_norm * inv_norm * norm_dot
             dx = dx - x * per_row(along_x, TILE_K)
@@ -227,9 +216,7 @@ def store_dg(ctx: GradsGdnWarpgroup, out_gmem: KernelGrads) -> None:
     after = columns(G_AFTER)
     of_chunk = columns(G_CHUNK)
     # The decay of token i is in the sums up to tokens j >= i, and in those after tokens j < i.
-    column = column_numbers(ctx.iota)
-    row = row_numbers(CHUNK)
-    terms = jnp.where(column >= row, up_to, after)
+    terms = below_diagonal(after, up_to)
     terms = terms + of_chunk * ctx.smem.factors[CHUNK_DECAY, 0]
     dg = _row_sum(terms)
     index = ctx.global_chunk._replace(head=ctx.grid_index.head)
@@ -249,8 +236,9 @@ def _store_tile(x: Reg, staging_smem: Smem, x_gmem: Gmem) -> None:
     if x_gmem.dtype == F32:
         x_gmem[...] = x
     else:
-        staging_smem[...] = x.astype(staging_smem.dtype)
-        plgpu.commit_smem()
+        # A warp reads and writes the same rows.
+        write(staging_smem, x.astype(staging_smem.dtype))
+        commit_smem()
         plgpu.copy_smem_to_gmem(staging_smem, x_gmem)
 
 
@@ -262,7 +250,7 @@ def _sum_over_tiles(ctx: GradsGdnWarpgroup, vectors_smem: Smem, layout: Layout) 
 
 
 def _load_f32(tile_smem: Smem) -> Reg:
-    return load(tile_smem).astype(F32)
+    return widened(load_matrix(tile_smem))
 
 
 def _row_sum(x: Reg) -> Reg:

@@ -27,7 +27,6 @@ from jfla.pallas.common.qk_tiles import K, Q, QkOptions
 from jfla.pallas.common.results import KernelGrads
 from jfla.pallas.mgpu.branches import when
 from jfla.pallas.mgpu.copies import Copies, arrive_after_stores
-from jfla.pallas.mgpu.iota import write_iota
 from jfla.pallas.mgpu.overlap import Kernel, PendingResults, ReadyFlags
 from jfla.pallas.mgpu.registers import RegisterLimits, leave_registers, take_registers
 from jfla.pallas.mgpu.scheduler import TileScheduler, WorkTile
@@ -172,7 +171,7 @@ def grads_gdn(
         out_gmem: Gmem = outputs_gmem if gmem.span is None else gmem.span.results
 
         def context(work: WorkTile) -> GradsGdnWarpgroup:
-            index = spec.grid(work.tile_index, places_of(gmem.q))
+            index = spec.grid(work.tile_index + work.zero, places_of(gmem.q))
             return GradsGdnWarpgroup(
                 wg + work.zero, work, index, spec, gmem, smem, barriers
             )
@@ -183,7 +182,6 @@ def grads_gdn(
             @when(wg < GDN_CONSUMERS)
             def _():
                 take_registers(REGISTERS.consumer)
-                write_iota(smem.iota.at[wg])
                 consume = lambda work: run_consumer(
                     context(work), out_gmem, ready_flags
                 )

@@ -34,7 +34,7 @@ from jfla.pallas.common.intra_gdn.smem import INV_NORMS
 from jfla.pallas.common.qk_tiles import QkOptions
 from jfla.pallas.heuristics import HOPPER_SMEM_BYTES
 from jfla.pallas.mgpu.copies import load_with_layout
-from jfla.pallas.mgpu.iota import iota_smem, per_row
+from jfla.pallas.mgpu.iota import per_row
 from jfla.pallas.mgpu.layouts import ROWS
 from jfla.pallas.mgpu.scheduler import WorkTile
 from jfla.pallas.mgpu.smem import F32, num_bytes, tile_smem
@@ -91,7 +91,6 @@ class SharedStorage(NamedTuple):
     diagonals: Smem  # [2] vectors: do . v_new and dv . v_new of every token
     # [2, num_tiles] vectors: q . dq and k . dk, of the VJP of the norms
     norm_dots: Smem
-    iota: Smem  # [2] lines, int32
     g_terms: Smem  # [3, num_tiles] vectors: x . dx by the span of the decay that x meets, see G_UP_TO
 
 
@@ -183,10 +182,6 @@ class GradsGdnWarpgroup(NamedTuple):
         """W_q (Q) or W_k (K)."""
         return self.smem.weights.at[self.opaque_index(which)]
 
-    @property
-    def iota(self) -> Smem:
-        return self.smem.iota.at[self.wg]
-
     def row_factor(self, row: int) -> Reg:
         """[C, 64]: a row of `FactoredQK.factors`, the factor of every token."""
         return per_row(load_with_layout(self.smem.factors.at[row], ROWS), TILE_K)
@@ -227,7 +222,6 @@ def _storage_with_stages(spec: GradsGdnSpec, stages: int) -> SharedStorage:
         token_scalars=vectors(spec.num_token_scalars),
         diagonals=vectors(2),
         norm_dots=vectors(2, spec.num_tiles),
-        iota=iota_smem(GDN_CONSUMERS, CHUNK),
         g_terms=vectors(3, spec.num_tiles),
     )
 

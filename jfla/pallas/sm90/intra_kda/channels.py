@@ -40,7 +40,7 @@ from jfla.pallas.common.pair_passes import (
 )
 from jfla.pallas.common.qk_tiles import K, Q
 from jfla.pallas.mgpu.branches import when
-from jfla.pallas.mgpu.columns import split_columns
+from jfla.pallas.mgpu.columns import split_columns, widened
 from jfla.pallas.mgpu.copies import (
     commit_smem,
     store_from_layout,
@@ -231,7 +231,7 @@ def add_further_pairs(ctx: IntraKdaWarpgroup, step: int, sums: Reg, pairs: Reg) 
 
 def scaled(ctx: IntraKdaWarpgroup, which: int, x: Reg) -> Reg:
     """Channels of q or k as they were loaded in float32: normalised under qk_norm, and q scaled."""
-    x = x.astype(F32)
+    x = widened(x)
     options = ctx.qk.options
     if options.qk_norm:
         factor = ctx.qk.inv_norm(which) * options.factor(which)
