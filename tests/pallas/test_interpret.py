@@ -67,6 +67,20 @@ def test_sizes_between_those_of_the_kernels_are_padded(call):
         check(call, by_kernels(call.op))
 
 
+@pytest.mark.parametrize(
+    ("op", "scale"),
+    [
+        ("gdn", -0.3),
+        ("kda", 0.0),
+        pytest.param("gdn", 0.0, marks=pytest.mark.slow),
+        pytest.param("kda", -0.3, marks=pytest.mark.slow),
+    ],
+)
+def test_a_scale_may_be_negative_or_zero(op, scale):
+    call = Call(op, "weak", time=64, group=1)
+    check(call, scheduled(op, num_sms=1), scale=scale, qk_norm=True)
+
+
 @pytest.mark.interpreted  # compiled, a buffer of shared memory holds a multiple of 128 numbers
 def test_an_array_that_a_kernel_is_given_twice_goes_in_once():
     def kernel(inputs: Any, out: Any, _smem: Any, _barriers: Any) -> None:

@@ -200,9 +200,10 @@ def error(got: Any, want: Any) -> float:
     return float(np.linalg.norm(got - want) / max(np.linalg.norm(want), 1e-30))
 
 
-def check(call: Call, op: Callable[..., DeltaRuleOutput]) -> None:
+def check(call: Call, op: Callable[..., DeltaRuleOutput], **options: Any) -> None:
     """`op` against the recurrence in float64 on the same, already rounded inputs: values and gradients."""
     arrays, rest = inputs(call)
+    rest |= options
     got = jax.jit(lambda arrays: results(op, arrays, rest))(arrays)
     with jax.enable_x64(True):
         exact = jax.tree.map(lambda x: x.astype(jnp.float64), arrays)

@@ -120,7 +120,12 @@ def decayed_dots(ctx: IntraGdnWarpgroup, which: int) -> Reg:
     products = [(x, transposed(k)) for x, k in zip(ctx.tiles(which), ctx.tiles(K))]
     x = dot(zeros(CHUNK, CHUNK), *products)
     scalars = ctx.vectors.token_scalars
-    log2_factor: Any = math.log2(ctx.spec.options.factor(which))
+    factor = ctx.spec.options.factor(which)
+    log2_factor: Any = 0.0
+    if factor > 0:
+        log2_factor = math.log2(factor)
+    else:
+        x = x * factor
     if which == Q and ctx.spec.options.qk_norm:
         inv_norm_k = load_with_layout(scalars.at[INV_NORMS + K], COLS)
         x = x * per_column(inv_norm_k, CHUNK)

@@ -241,8 +241,9 @@ def norm_vjp(ctx: GradsKdaWarpgroup, dq: Reg, dk: Reg) -> tuple[Reg, Reg]:
     sums = dot(zeros(CHUNK, CHUNK), *[(left, tile) for tile in tiles])
     grads = []
     for which, dx, x_dot_dx in zip((Q, K), (dq, dk), unfold(sums)):
-        # `all_tokens` of q are scaled, once in their products with dq and once here.
-        x_dot_dx = x_dot_dx * ctx.spec.options.factor(which) ** -2
+        # `all_tokens` of q are scaled, once in their products with dq and once here. With a scale of 0 dq is 0.
+        factor = ctx.spec.options.factor(which)
+        x_dot_dx = x_dot_dx * (factor**-2 if factor else 0.0)
         dx = dx - all_tokens(ctx, which) * x_dot_dx
         grads.append(dx * per_column(ctx.inv_norm(which, COLS), TILE_K))
     dq, dk = grads
