@@ -391,14 +391,8 @@ def main() -> None:
         console.print(f"{time.monotonic() - began:5.0f} s  {text}", highlight=False)
 
     say(jax.devices()[0].device_kind)
-    train(
-        given.out,
-        model,
-        tuple(given.op or OPS),
-        given.budget_seconds,
-        given.commit,
-        say,
-    )
+    ops = tuple(given.op or OPS)
+    train(given.out, model, ops, given.budget_seconds, given.commit, say)
 
 
 if __name__ == "__main__":
