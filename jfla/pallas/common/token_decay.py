@@ -58,7 +58,8 @@ def pair_decay(log2_cum_smem: Smem, log2_factor: Any = 0.0) -> Reg:
     The factor is one number, or one for every row i. Above the diagonal it is anything, also infinite.
 
     The one exponent that is a difference of sums. The sums are float32 and at most 64 * 150 in size (see
-    `gate.STRONGEST`), so their rounding costs a decay 6e-4 of itself at most: less than bf16 operands do.
+    `gate.STRONGEST`), so their rounding costs a decay 6e-4 of itself at most, and that of a sum with the factor of its
+    row half as much: less than bf16 operands do.
     """
     rows = per_row(load_with_layout(log2_cum_smem, ROWS) + log2_factor, CHUNK)
     columns = per_column(load_with_layout(log2_cum_smem, COLS), CHUNK)

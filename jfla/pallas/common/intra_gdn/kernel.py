@@ -124,7 +124,7 @@ def decayed_dots(ctx: IntraGdnWarpgroup, which: int) -> Reg:
     log2_factor: Any = 0.0
     if factor > 0:
         log2_factor = math.log2(factor)
-    else:
+    else:  # no logarithm
         x = x * factor
     if which == Q and ctx.spec.options.qk_norm:
         inv_norm_k = load_with_layout(scalars.at[INV_NORMS + K], COLS)

@@ -157,6 +157,7 @@ def constant_norm_grads(ctx: GradsGdnWarpgroup, sums: SumsOverV) -> tuple[Reg, R
     diag_w_q = diag_w_q * options.scale
     if options.qk_norm:
         diag_w_q = diag_w_q * ctx.inv_norm(Q) * ctx.inv_norm(K)
+        # q . dq and k . dk with all that dq and dk are made of below, from the sums that dg has needed.
         of_diagonal = diag_w_q * _row_sum(q * k)
         k_dot_dk = k_dot_row + k_dot_column + k_dot_end
         write(ctx.smem.norm_dots.at[Q, tile], q_dot_dq + of_diagonal)
@@ -184,6 +185,7 @@ def store_dq_dk(
     own_tile = ctx.own_tile
     outputs = (out_gmem.dq, out_gmem.dk)
     tiles = [ctx.smem.qk.at[which, own_tile] for which in (Q, K)]
+    # Behind this no warp has a product in flight any more that reads the tiles of q and k, over which dq and dk go.
     if ctx.spec.num_tiles == GDN_CONSUMERS:
         ctx.sync_warpgroups()
     else:
@@ -236,7 +238,7 @@ def _store_tile(x: Reg, staging_smem: Smem, x_gmem: Gmem) -> None:
     if x_gmem.dtype == F32:
         x_gmem[...] = x
     else:
-        # A warp reads and writes the same rows.
+        # Without a barrier: since the last one a warp has read the rows that it writes, and no others.
         write(staging_smem, x.astype(staging_smem.dtype))
         commit_smem()
         plgpu.copy_smem_to_gmem(staging_smem, x_gmem)

@@ -171,6 +171,8 @@ def grads_gdn(
         out_gmem: Gmem = outputs_gmem if gmem.span is None else gmem.span.results
 
         def context(work: WorkTile) -> GradsGdnWarpgroup:
+            # Of an opaque zero: with two heads LLVM would have the head, which is the same in every turn, before the
+            # roles part, and ptxas spill it.
             index = spec.grid(work.tile_index + work.zero, places_of(gmem.q))
             return GradsGdnWarpgroup(
                 wg + work.zero, work, index, spec, gmem, smem, barriers

@@ -10,9 +10,11 @@ Who writes what, and until when it is read:
     qk, now dq and dk           consumers, own tile     their TMA store     chunk_done
 
 The next `qk_full` frees what the consumers write, because the producer issues those copies only
-after `chunk_done` of both consumers. A consumer stages dq and dk in its tiles of q and k, which the
-other one does not read. With K = 64 the two share a tile; the one that stages, number 0, does so
-alone.
+after `chunk_done`, at which every thread of both consumers arrives by itself when it has read all
+of the chunk. So what they write then needs no barrier before it.
+
+A consumer stages dq and dk in its tiles of q and k, which the other one does not read. With K = 64
+the two share a tile; the one that stages, number 0, does so alone.
 """
 
 from typing import NamedTuple
