@@ -35,7 +35,8 @@ def gate_cotangents(inputs: Inputs, options: Options, d: Inputs) -> Inputs:
     if gate is not None and per_channel and supports(gate, inputs.g):
         dg, dgate = _by_kernel(inputs.g, gate, d.g)
     else:
-        dg, dgate = jax.vjp(decay, inputs.g, gate)[1](d.g)
+        decays, adjoint = jax.vjp(decay, inputs.g, gate)
+        dg, dgate = adjoint(d.g.astype(decays.dtype))
     return d._replace(g=dg, gate=dgate, beta=dbeta)
 
 

@@ -9,6 +9,7 @@ from support.kernel_cases import (
     Call,
     by_kernels,
     check,
+    check_gradient_of_16_bits,
     inputs,
     main_and_rest,
     results,
@@ -95,6 +96,22 @@ def test_the_same_bits_twice(op):
     run = jax.jit(lambda x: chunk(**x, **rest, implementation="pallas"))
     first, second = (jax.tree.map(np.asarray, run(arrays)) for _ in range(2))
     jax.tree.map(np.testing.assert_array_equal, first, second)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("segments", [0, 3])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_a_gradient_of_16_bits_is_that_of_32_rounded(segments, dim):
+    call = Call(
+        "kda",
+        batch=2,
+        time=300,
+        key_dim=dim,
+        value_dim=dim,
+        segments=segments,
+        segment_states=bool(segments),
+    )
+    check_gradient_of_16_bits(call, by_kernels("kda"))
 
 
 # As on a GPU of less bandwidth: groups of sequences beside their intra-chunk kernel, one after the other.

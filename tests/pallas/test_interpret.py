@@ -12,6 +12,7 @@ from support.kernel_cases import (
     Call,
     by_kernels,
     check,
+    check_gradient_of_16_bits,
     error,
     inputs,
     results,
@@ -45,6 +46,10 @@ def test_values_and_gradients(call):
         return
     with jfla.pallas.interpret():
         check(call, by_kernels(call.op))
+
+
+def test_a_gradient_of_16_bits_is_that_of_32_rounded():
+    check_gradient_of_16_bits(Call("kda", time=64, group=1), scheduled("kda"))
 
 
 @pytest.mark.parametrize(

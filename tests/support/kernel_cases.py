@@ -112,6 +112,23 @@ def inputs(call: Call) -> tuple[dict[str, Any], dict[str, Any]]:
     return arrays, rest
 
 
+def check_gradient_of_16_bits(call: Call, run: Callable[..., DeltaRuleOutput]) -> None:
+    """The gradient of decays in bfloat16 is that of the same decays in float32, rounded once."""
+    arrays, rest = inputs(call)
+    decays = arrays.pop("g").astype(jnp.bfloat16)
+
+    @jax.jit
+    def gradient(g: jax.Array) -> jax.Array:
+        output, adjoint = jax.vjp(lambda g: run(**arrays, **rest, g=g), g)
+        return adjoint(output)[0]
+
+    dg = gradient(decays)
+    wider = gradient(decays.astype(jnp.float32))
+    assert dg.dtype == jnp.bfloat16
+    assert jnp.any(dg != 0)
+    np.testing.assert_array_equal(dg, wider.astype(jnp.bfloat16))
+
+
 def packed(lengths: list[int], total: int) -> jax.Array:
     """Segment ids of sequences with these lengths, [1, total], with padding behind them."""
     return jfla.segment_ids_from_cu_seqlens(jnp.cumsum(jnp.array([0, *lengths])), total)

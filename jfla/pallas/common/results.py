@@ -39,5 +39,6 @@ class KernelGrads(NamedTuple):
 
     dq: Gmem  # [B, T, HV, K]
     dk: Gmem
-    dg: Gmem  # KDA [B, T, HV, K], GDN [B, HV, N, C]: of the natural-log decay
+    # KDA [B, T, HV, K], GDN [B, HV, N, C]: of the natural-log decay. float32, or as KDA's caller has the decay itself.
+    dg: Gmem
     v_new_dot_dv: Gmem  # [B, HV, N, C]: beta^2 dbeta

@@ -1,6 +1,5 @@
 """Arrays in registers from and to global memory, with addresses from a new thread index for each move."""
 
-import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,6 +11,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from jfla.pallas.context import interpreting
+from jfla.pallas.mgpu.cache_hint import evict_last_policy
 from jfla.pallas.mgpu.layouts import TILE_ROWS, WGMMA, WIDER, whole_rows
 from jfla.pallas.mgpu.smem import F32
 from jfla.pallas.mgpu.thread import (
@@ -138,8 +138,8 @@ class _Rows:
         return llvm.load(vector, pointer_at(self._first, offset, self._element))
 
 
-def store_transposed_f32(x: Reg, rows_gmem: Gmem) -> None:
-    """x [64, rows] float32 to [rows, 64] in global memory."""
+def store_transposed(x: Reg, rows_gmem: Gmem) -> None:
+    """x [64, rows] to [rows, 64] in global memory."""
     if interpreting():
         rows_gmem[...] = x.T
         return
@@ -157,8 +157,8 @@ def store_transposed_f32(x: Reg, rows_gmem: Gmem) -> None:
 def store_scratch(x: Reg, rows_gmem: Gmem) -> None:
     """x [64, 64] float32 to scratch in global memory of that shape, from which each thread can load what it has stored.
 
-    A thread stores four of its elements at once, and so the elements are not in the array's order. Before any thread
-    stores results over the scratch, all threads must have loaded theirs: else one would load a result.
+    A thread stores four of its elements at once, and so the elements are not in the array's order. The hint "evict
+    last" keeps the scratch in the second-level cache: without it, what kernels stream by drives it to device memory.
     """
     if interpreting():
         rows_gmem[...] = x
@@ -167,10 +167,20 @@ def store_scratch(x: Reg, rows_gmem: Gmem) -> None:
     @plgpu.inline_mgpu(arg_types=(WGMMA, plgpu.RefType()))
     def store(_: InlineContext, x: Fragments, rows: MemRef) -> None:
         registers = parts(x)
+        policy = evict_last_policy()
         for column, address in enumerate(_scratch_addresses(rows)):
-            upper, lower = (registers[column, half] for half in range(HALVES))
-            four = vector.shuffle(upper, lower, [0, 1, 2, 3])
-            llvm.store(four, address)
+            four = [
+                element_of(registers[column, half], n)
+                for half in range(HALVES)
+                for n in range(2)
+            ]
+            llvm.inline_asm(
+                ir.Type.parse("!llvm.void"),
+                [address, *four, policy],
+                "st.global.L2::cache_hint.v4.f32 [$0], {$1, $2, $3, $4}, $5;",
+                "l,f,f,f,f,l",
+                has_side_effects=True,
+            )
 
     store(x, rows_gmem)  # pyright: ignore[reportCallIssue]
 
@@ -216,18 +226,17 @@ def _scratch_addresses(rows: MemRef) -> list[Scalar]:
 def _transposed_addresses(rows: Any) -> Any:
     """Of element n of a thread's pair in a part: its place in the transposed array."""
     thread = Thread()
-    f32 = ir.F32Type.get()
-    (stride, _), _ = ir.MemRefType(rows.type).get_strides_and_offset()
+    memref = ir.MemRefType(rows.type)
+    (stride, _), _ = memref.get_strides_and_offset()
     pointer = llvm.addrspacecast(
         llvm.PointerType.get(address_space=1), utils.memref_ptr(rows)
     )
     channel = multiply_add(thread.warp, BLOCK_ROWS, thread.row)
-    base = pointer_at(pointer, multiply_add(thread.column, stride, channel), f32)
-    return functools.partial(_transposed_address, base, stride)
+    element = memref.element_type
+    base = pointer_at(pointer, multiply_add(thread.column, stride, channel), element)
 
+    def address(column: int, half: int, n: int) -> Scalar:
+        moved = (column * PART + n) * stride + half * PART
+        return pointer_at(base, moved, element)
 
-def _transposed_address(
-    base: Scalar, stride: int, column: int, half: int, n: int
-) -> Scalar:
-    moved = (column * PART + n) * stride + half * PART
-    return pointer_at(base, moved, ir.F32Type.get())
+    return address

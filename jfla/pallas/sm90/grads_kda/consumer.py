@@ -29,7 +29,7 @@ from jfla.pallas.mgpu.folded_sums import fold, fold_selector, unfold
 from jfla.pallas.mgpu.iota import iota, per_column, per_row
 from jfla.pallas.mgpu.layouts import COLS, ROWS, WIDE
 from jfla.pallas.mgpu.mma import MatmulQueue, Sum, dot, zeros
-from jfla.pallas.mgpu.moves import load_scratch, store_transposed_f32
+from jfla.pallas.mgpu.moves import load_scratch, store_transposed
 from jfla.pallas.mgpu.overlap import ReadyFlags
 from jfla.pallas.mgpu.row_dots import add_row_dots, no_blocks, row_dots
 from jfla.pallas.mgpu.smem import BF16, F32, transposed
@@ -83,7 +83,7 @@ def run_consumer(
     @when(ctx.wg < ctx.spec.num_tiles)
     def _():
         # Addresses anew for each stage: else those that several need are kept in registers from the first to the last.
-        grads = grads_of_states(ctx.recompute_addresses(), sums, out_gmem.dg)
+        grads = grads_of_states(ctx.recompute_addresses(), sums)
         dq, dk, z = add_pairs(ctx, grads)
         store_grads(ctx.recompute_addresses(), dq, dk, z, out_gmem)
 
@@ -192,17 +192,17 @@ def store_grads(
         grads = norm_vjp(ctx, *grads)
     finish_dx(ctx, K, grads[K], targets[K])
     # While dq is finished, this load is in flight. Issued before dk is finished, it makes ptxas spill up to 150 bytes.
-    dg_of_states = ctx.for_own_rows(out_gmem.dg, load_scratch)
+    dg_of_states = load_scratch(ctx.own_scratch(recompute_address=True))
     finish_dx(ctx, Q, grads[Q], targets[Q])
     dg = finish_dg(ctx, dg_of_states, z)
-    # The copy engine reads the tiles of dq and dk. And every thread has loaded its part of `dg_of_states`, which is not
-    # in the order of dg, before any thread stores dg over it.
+    # The copy engine reads the tiles of dq and dk.
     commit_smem()
     for which, target in enumerate(targets):
         if target.dtype != F32:
             store = functools.partial(store_tile, ctx.own_qk_tile(which))
             ctx.for_own_rows(target, store)
-    ctx.for_own_rows(out_gmem.dg, functools.partial(store_transposed_f32, dg))
+    dg = dg.astype(out_gmem.dg.dtype)
+    ctx.for_own_rows(out_gmem.dg, functools.partial(store_transposed, dg))
 
 
 def with_equal_pairs(ctx: GradsKdaWarpgroup, dq: Blocks, dk: Blocks) -> tuple[Reg, Reg]:
@@ -217,7 +217,7 @@ def with_equal_pairs(ctx: GradsKdaWarpgroup, dq: Blocks, dk: Blocks) -> tuple[Re
 def finish_dx(ctx: GradsKdaWarpgroup, which: int, dx: Reg, target_gmem: Rows) -> None:
     """dq or dk to shared memory; float32 to global memory."""
     if target_gmem.dtype == F32:
-        store = functools.partial(store_transposed_f32, dx)
+        store = functools.partial(store_transposed, dx)
         ctx.for_own_rows(target_gmem, store)
     else:
         write_transposed(ctx.own_qk_tile(which), dx.astype(BF16))

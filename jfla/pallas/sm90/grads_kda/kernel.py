@@ -140,27 +140,39 @@ def grads_kda(
     Where `operands` have references for results, these are the results. `beside_scans` it takes chunks in the order in
     which the scans are done with them.
     """
-    shapes = result_shapes(operands, options, out_dtype)
+    results = operands.results
+    shapes = result_shapes(operands, options, out_dtype) if results is None else None
     spec = _spec(operands.scans, options, beside_scans)
     smem_spec = grads_kda_storage(spec, operands.qkg)
     stages = smem_spec.values.shape[0]
     scheduler = TileScheduler(spec.grid.num_parts, max_ctas)
+    scratch_shape = (scheduler.num_ctas, spec.num_tiles, TILE_K, CHUNK)
+    scratch = jax.ShapeDtypeStruct(scratch_shape, F32)
 
     def body(
         gmem: GradsKdaOperands,
-        outputs_gmem: KernelGrads | None,
+        outputs_gmem: tuple[KernelGrads | None, Gmem],
         smem: SharedStorage,
         barriers: Barriers,
         cta: Index,
         ready_flags: ReadyFlags,
     ) -> None:
-        out_gmem: Any = gmem.results if outputs_gmem is None else outputs_gmem
+        new_results, scratch_gmem = outputs_gmem
+        out_gmem: Any = gmem.results if new_results is None else new_results
         wg = lax.axis_index("wg")
 
         def context(work: WorkTile) -> GradsKdaWarpgroup:
             part = spec.grid(work.tile_index, places_of(gmem.qkg.q))
             return GradsKdaWarpgroup(
-                wg + work.zero, work, part, spec, gmem, smem, barriers
+                wg + work.zero,
+                work,
+                part,
+                spec,
+                gmem,
+                cta,
+                scratch_gmem,
+                smem,
+                barriers,
             )
 
         used = spec.grid.chunks.used_tiles(gmem.qkg.q)
@@ -192,11 +204,10 @@ def grads_kda(
 
         tiles.if_any(cta, 0, run_roles)
 
-    results = operands.results
     kernel = Kernel(
         name="jfla_grads_kda",
         inputs=operands,
-        outputs=shapes if results is None else None,
+        outputs=(shapes, scratch),
         num_ctas=scheduler.num_ctas,
         num_warpgroups=KDA_CONSUMERS + 1,
         registers=REGISTERS.of(KDA_CONSUMERS),
@@ -205,7 +216,7 @@ def grads_kda(
         body=body,
     )
     return PendingResults(
-        kernel, lambda outputs: outputs if results is None else results
+        kernel, lambda outputs: outputs[0] if results is None else results
     )
 
 
@@ -245,7 +256,8 @@ def result_shapes(
 ) -> KernelGrads:
     """On the host: what `grads_kda` returns, without values.
 
-    dq and dk are in `dtype`, or in float32 where the caller has the VJP of the norms still to do.
+    dq and dk are in `dtype`, or in float32 where the caller has the VJP of the norms still to do. dg is in the dtype of
+    the caller's decays; of a raw gate in float32, because the sums over tokens for its parameters cancel.
     """
     scans = operands.scans
     batch, time, heads, _ = scans.do.shape
@@ -253,7 +265,8 @@ def result_shapes(
     per_channel = (batch, time, heads, scans.states.shape[-1])
     rows = operands.qkg.q
     dx = rows_like(rows, per_channel, F32 if before_norm_vjp else dtype)
-    dg = rows_like(rows, per_channel, F32)
+    dg_dtype = operands.qkg.g.dtype if options.no_gate else F32
+    dg = rows_like(rows, per_channel, dg_dtype)
     v_new_dot_dv = jax.ShapeDtypeStruct((batch, heads, time // CHUNK, CHUNK), F32)
     return KernelGrads(dx, dx, dg, v_new_dot_dv)
 

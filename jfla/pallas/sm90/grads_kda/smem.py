@@ -135,6 +135,8 @@ class GradsKdaWarpgroup(NamedTuple):
     part: ChunkPart  # the chunk, without an opaque zero (see `index`), and the channel block
     spec: GradsKdaSpec
     gmem: GradsKdaOperands
+    cta: Index
+    scratch_gmem: Gmem  # [CTAs, tiles, 64, C] float32
     smem: SharedStorage
     barriers: Barriers
 
@@ -146,6 +148,11 @@ class GradsKdaWarpgroup(NamedTuple):
     def recompute_addresses(self) -> "GradsKdaWarpgroup":
         """The same with addresses that depend on another opaque zero."""
         return self._replace(wg=self.wg + self.zero)
+
+    def own_scratch(self, *, recompute_address: bool) -> Gmem:
+        """[64, C] of this CTA and consumer."""
+        cta = self.cta + self.zero if recompute_address else self.cta
+        return self.scratch_gmem.at[cta, self.own_tile]
 
     @property
     def index(self) -> ChunkIndex:
