@@ -3,6 +3,7 @@
 Of KDA and GDN with K = V = 128 on an H200; what differs between GPUs is how fast memory is copied.
 """
 
+import math
 from typing import NamedTuple
 
 from jfla.pallas.dims import Dims
@@ -41,10 +42,17 @@ KEEP_STATES_US = {False: 0.12, True: 0.0}
 BACKWARD_COPY_SHARE = 0.88
 # Of a chunk, of a CTA of the gradient kernel that waits for no bytes, by whether the gate is a scalar
 GRADS_US = {False: 11.5, True: 5.6}
+# The same beside the scans, whose results it finds in the second-level cache
+GRADS_BESIDE_US = {False: 10.4, True: 5.6}
+# What norms take more; a scalar gate's are not counted.
+NORM_GRADS_US = {False: 1.6, True: 0.0}
 # The least for a chunk of all sequences beside the gradients. Of 32 sequences of a scalar gate an H200's second-level
 # cache lets no more through; of 16 a step waits for its stores, and the producer for room in a ring. With a gate per
 # channel it is the time of a step.
 BACKWARD_BESIDE_US = {False: 2.36, True: 2.9}
+# Exponent p of the time of a step, (scans^p + gradients^p)^(1 / p). Where both take about as long each waits for the
+# other at times, and the launch takes up to an eighth longer than either.
+BOTH_WAIT = {False: 6.0, True: math.inf}
 # What the second-level cache spares them and the gradients, in stores or loads of a state
 SPARED_STATES = {False: 1.4, True: 2.0}
 # Between two groups of the backward's scans beside the gradients; none was seen of a gate per channel.
@@ -114,14 +122,19 @@ def grads_us(op: Op, dims: Dims, num_sms: int, bytes_per_us: float) -> float:
     """The gradients by their kernel alone."""
     rounds = -(-dims.num_chunks // num_sms)
     bytes_us = _grads_bytes(op, dims) * dims.num_chunks / bytes_per_us
-    return max(rounds * GRADS_US[op.scalar_gate], bytes_us / BACKWARD_COPY_SHARE)
+    chunk_us = GRADS_US[op.scalar_gate] + _norm_grads_us(op, dims)
+    return max(rounds * chunk_us, bytes_us / BACKWARD_COPY_SHARE)
+
+
+def _norm_grads_us(op: Op, dims: Dims) -> float:
+    return NORM_GRADS_US[op.scalar_gate] if dims.has_norms else 0.0
 
 
 def _grads_bytes(op: Op, dims: Dims) -> int:
-    """Of a chunk: q, k, do, v_new, dv, S and dS; dq and dk; with a gate per channel g, and dg three times."""
+    """Of a chunk: q, k, do, v_new, dv, S and dS; dq and dk; with a gate per channel g and dg."""
     rows = 2 * CHUNK * (4 * dims.key_dim + 3 * dims.value_dim)
     if not op.scalar_gate:
-        rows += 4 * 4 * CHUNK * dims.key_dim
+        rows += 2 * 4 * CHUNK * dims.key_dim
     return rows + 2 * _state_bytes(dims)
 
 
@@ -144,11 +157,15 @@ class BesideTimes(NamedTuple):
         spared = SPARED_STATES[op.scalar_gate] * _state_bytes(dims)
         chunk_bytes = of_scans + _grads_bytes(op, dims) - spared
         bytes_us = chunk_bytes / (BACKWARD_COPY_SHARE * bytes_per_us)
-        work_us = GRADS_US[op.scalar_gate] / grads_ctas
+        work_us = GRADS_BESIDE_US[op.scalar_gate] + _norm_grads_us(op, dims)
+        work_us /= grads_ctas
         step_us = BACKWARD_BESIDE_US[op.scalar_gate]
 
         def group_us(size: int) -> float:
-            step = max(step_us, size * work_us, size * bytes_us)
+            shorter, longer = sorted((step_us, size * work_us))
+            p = BOTH_WAIT[op.scalar_gate]
+            longer *= (1 + (shorter / longer) ** p) ** (1 / p)
+            step = max(longer, size * bytes_us)
             return dims.n_chunks * step + NEXT_GROUP_US[op.scalar_gate]
 
         full_groups, rest = divmod(dims.sequences, sequences)
