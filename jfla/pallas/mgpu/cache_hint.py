@@ -1,10 +1,7 @@
-"""Hints to the second-level cache, which Mosaic's copies and stores do not take.
+"""The hint "evict first" of a TMA copy: nobody reads the same bytes again in this launch. Mosaic's copies take none.
 
-"Evict first" of a TMA copy: nobody reads the same bytes again in this launch. Kernels side by side read a chunk one
-after the other, and the cache holds the chunks between them. Without the hint a chunk that every kernel has read may
-stay there, while one that is still to be read goes to device memory.
-
-"Evict last" of scratch, which is written and read again and again.
+Kernels side by side read a chunk one after the other, and the second-level cache holds the chunks between them. Without
+the hint a chunk that every kernel has read may stay there, while one that is still to be read goes to device memory.
 """
 
 from collections.abc import Sequence
@@ -18,16 +15,6 @@ from jfla.pallas.mgpu.types import InlineContext, Scalar
 
 _OF_NVVM = "nvvm.cp.async.bulk.tensor.shared.cluster.global"  # with JAX 0.11
 _OF_LLVM = "llvm.inline_asm"
-
-
-def evict_last_policy() -> Scalar:
-    """The operand of a store's hint."""
-    return llvm.inline_asm(
-        ir.IntegerType.get_signless(64),
-        [],
-        "createpolicy.fractional.L2::evict_last.b64 $0, 1.0;",
-        "=l",
-    )
 
 
 class _Copy(NamedTuple):

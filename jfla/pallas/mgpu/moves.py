@@ -11,7 +11,6 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from jfla.pallas.context import interpreting
-from jfla.pallas.mgpu.cache_hint import evict_last_policy
 from jfla.pallas.mgpu.layouts import TILE_ROWS, WGMMA, WIDER, whole_rows
 from jfla.pallas.mgpu.smem import F32
 from jfla.pallas.mgpu.thread import (
@@ -157,8 +156,8 @@ def store_transposed(x: Reg, rows_gmem: Gmem) -> None:
 def store_scratch(x: Reg, rows_gmem: Gmem) -> None:
     """x [64, 64] float32 to scratch in global memory of that shape, from which each thread can load what it has stored.
 
-    A thread stores four of its elements at once, and so the elements are not in the array's order. The hint "evict
-    last" keeps the scratch in the second-level cache: without it, what kernels stream by drives it to device memory.
+    A thread stores four of its elements at once, and so the elements are not in the array's order. Before any thread
+    stores results over the scratch, all threads must have loaded theirs: else one would load a result.
     """
     if interpreting():
         rows_gmem[...] = x
@@ -167,20 +166,10 @@ def store_scratch(x: Reg, rows_gmem: Gmem) -> None:
     @plgpu.inline_mgpu(arg_types=(WGMMA, plgpu.RefType()))
     def store(_: InlineContext, x: Fragments, rows: MemRef) -> None:
         registers = parts(x)
-        policy = evict_last_policy()
         for column, address in enumerate(_scratch_addresses(rows)):
-            four = [
-                element_of(registers[column, half], n)
-                for half in range(HALVES)
-                for n in range(2)
-            ]
-            llvm.inline_asm(
-                ir.Type.parse("!llvm.void"),
-                [address, *four, policy],
-                "st.global.L2::cache_hint.v4.f32 [$0], {$1, $2, $3, $4}, $5;",
-                "l,f,f,f,f,l",
-                has_side_effects=True,
-            )
+            upper, lower = (registers[column, half] for half in range(HALVES))
+            four = vector.shuffle(upper, lower, [0, 1, 2, 3])
+            llvm.store(four, address)
 
     store(x, rows_gmem)  # pyright: ignore[reportCallIssue]
 

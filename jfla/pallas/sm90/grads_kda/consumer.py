@@ -83,7 +83,7 @@ def run_consumer(
     @when(ctx.wg < ctx.spec.num_tiles)
     def _():
         # Addresses anew for each stage: else those that several need are kept in registers from the first to the last.
-        grads = grads_of_states(ctx.recompute_addresses(), sums)
+        grads = grads_of_states(ctx.recompute_addresses(), sums, out_gmem.dg)
         dq, dk, z = add_pairs(ctx, grads)
         store_grads(ctx.recompute_addresses(), dq, dk, z, out_gmem)
 
@@ -192,10 +192,11 @@ def store_grads(
         grads = norm_vjp(ctx, *grads)
     finish_dx(ctx, K, grads[K], targets[K])
     # While dq is finished, this load is in flight. Issued before dk is finished, it makes ptxas spill up to 150 bytes.
-    dg_of_states = load_scratch(ctx.own_scratch(recompute_address=True))
+    dg_of_states = ctx.for_scratch(out_gmem.dg, load_scratch)
     finish_dx(ctx, Q, grads[Q], targets[Q])
     dg = finish_dg(ctx, dg_of_states, z)
-    # The copy engine reads the tiles of dq and dk.
+    # The copy engine reads the tiles of dq and dk. And every thread has loaded its part of `dg_of_states`, which is not
+    # in the order of dg, before any thread stores dg over it.
     commit_smem()
     for which, target in enumerate(targets):
         if target.dtype != F32:

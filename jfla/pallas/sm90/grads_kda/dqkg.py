@@ -66,12 +66,7 @@ from jfla.pallas.mgpu.opaque import pin
 from jfla.pallas.mgpu.smem import BF16, F32, transposed
 from jfla.pallas.mgpu.tile_moves import load_matrix_transposed
 from jfla.pallas.mgpu.types import Gmem, Index, Reg, Smem
-from jfla.pallas.sm90.grads_kda.smem import (
-    COLUMN_SUMS,
-    KDA_CONSUMERS,
-    ROW_SUMS,
-    GradsKdaWarpgroup,
-)
+from jfla.pallas.sm90.grads_kda.smem import COLUMN_SUMS, ROW_SUMS, GradsKdaWarpgroup
 from jfla.types import CHUNK
 
 Blocks = list[Reg]  # [64, BLOCK] of every block of tokens
@@ -114,7 +109,7 @@ def qk_block(ctx: GradsKdaWarpgroup, which: int, block: int) -> Reg:
     return x if options.qk_norm else x * options.factor(which)
 
 
-def grads_of_states(ctx: GradsKdaWarpgroup, sums: SumsOverV) -> Grads:
+def grads_of_states(ctx: GradsKdaWarpgroup, sums: SumsOverV, dg_gmem: Gmem) -> Grads:
     """What the states give. Their part of dg goes to scratch in global memory."""
     to_next = split_columns(ctx.decay_sums(COLUMN_SUMS), BLOCK)
     dk_end_blocks = [
@@ -128,10 +123,7 @@ def grads_of_states(ctx: GradsKdaWarpgroup, sums: SumsOverV) -> Grads:
     dg_chunk = sums.state_dot_dstate * chunk_decay
     before = transposed(ctx.smem.after.at[ctx.zero])  # of a sum over earlier tokens
     dg = sum_over_tokens(per_row(dg_chunk, CHUNK), join_columns(y), before)
-    # ptxas would spill an address that is kept from chunk to chunk. With K = 128 it does not, and there the launch
-    # beside scans took 2 to 8 % longer with an address computed anew (norms and raw gates).
-    keeps_address = ctx.has_all_channels and ctx.spec.num_tiles == KDA_CONSUMERS
-    store_scratch(dg, ctx.own_scratch(recompute_address=not keeps_address))
+    ctx.for_scratch(dg_gmem, functools.partial(store_scratch, dg))
     # Else ptxas begins what follows beside the sum over tokens, and there are too few registers for both.
     dk_end_blocks = pin(dk_end_blocks)
     in_block = split_columns(ctx.decay_sums(ROW_SUMS), BLOCK)

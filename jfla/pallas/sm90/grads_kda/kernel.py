@@ -141,17 +141,19 @@ def grads_kda(
     which the scans are done with them.
     """
     results = operands.results
-    shapes = result_shapes(operands, options, out_dtype) if results is None else None
+    shapes = result_shapes(operands, options, out_dtype)
     spec = _spec(operands.scans, options, beside_scans)
     smem_spec = grads_kda_storage(spec, operands.qkg)
     stages = smem_spec.values.shape[0]
     scheduler = TileScheduler(spec.grid.num_parts, max_ctas)
-    scratch_shape = (scheduler.num_ctas, spec.num_tiles, TILE_K, CHUNK)
-    scratch = jax.ShapeDtypeStruct(scratch_shape, F32)
+    scratch = None
+    if shapes.dg.dtype != F32:
+        scratch_shape = (scheduler.num_ctas, spec.num_tiles, TILE_K, CHUNK)
+        scratch = jax.ShapeDtypeStruct(scratch_shape, F32)
 
     def body(
         gmem: GradsKdaOperands,
-        outputs_gmem: tuple[KernelGrads | None, Gmem],
+        outputs_gmem: tuple[KernelGrads | None, Gmem | None],
         smem: SharedStorage,
         barriers: Barriers,
         cta: Index,
@@ -207,7 +209,7 @@ def grads_kda(
     kernel = Kernel(
         name="jfla_grads_kda",
         inputs=operands,
-        outputs=(shapes, scratch),
+        outputs=(shapes if results is None else None, scratch),
         num_ctas=scheduler.num_ctas,
         num_warpgroups=KDA_CONSUMERS + 1,
         registers=REGISTERS.of(KDA_CONSUMERS),

@@ -136,7 +136,7 @@ class GradsKdaWarpgroup(NamedTuple):
     spec: GradsKdaSpec
     gmem: GradsKdaOperands
     cta: Index
-    scratch_gmem: Gmem  # [CTAs, tiles, 64, C] float32
+    scratch_gmem: Gmem  # [CTAs, tiles, 64, C] float32, where dg has 16 bits; else None
     smem: SharedStorage
     barriers: Barriers
 
@@ -149,10 +149,12 @@ class GradsKdaWarpgroup(NamedTuple):
         """The same with addresses that depend on another opaque zero."""
         return self._replace(wg=self.wg + self.zero)
 
-    def own_scratch(self, *, recompute_address: bool) -> Gmem:
-        """[64, C] of this CTA and consumer."""
-        cta = self.cta + self.zero if recompute_address else self.cta
-        return self.scratch_gmem.at[cta, self.own_tile]
+    def for_scratch(self, dg_gmem: Gmem, use: Callable[[Gmem], Any]) -> Any:
+        """`use` of [64, 64] float32 of this consumer in global memory: in the memory of dg where that has room."""
+        if self.scratch_gmem is None:
+            return self.for_own_rows(dg_gmem, use)
+        # With an opaque zero: ptxas would spill an address that is kept from chunk to chunk.
+        return use(self.scratch_gmem.at[self.cta + self.zero, self.own_tile])
 
     @property
     def index(self) -> ChunkIndex:
