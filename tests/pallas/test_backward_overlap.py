@@ -43,7 +43,7 @@ H100_BYTES_PER_US = BYTES_PER_US["NVIDIA H100 80GB HBM3"]
         ("kda", 1, 32, 8192, H200_BYTES_PER_US, None),
         ("kda", 8, 32, 4096, H100_BYTES_PER_US, None),
         # whose last group has fewer
-        ("kda", 8, 32, 4096, H200_BYTES_PER_US, 20),
+        ("kda", 8, 32, 4096, H200_BYTES_PER_US, 22),
         ("kda", 2, 32, 8192, H200_BYTES_PER_US, 22),
         ("kda", 4, 32, 4096, H200_BYTES_PER_US, 22),
     ],
