@@ -52,7 +52,7 @@ NORM_GRADS_US = {False: 1.6, True: 0.0}
 BACKWARD_BESIDE_US = {False: 2.36, True: 2.9}
 # Exponent p of the time of a step, (scans^p + gradients^p)^(1 / p). Where both take about as long each waits for the
 # other at times, and the launch takes up to an eighth longer than either.
-BOTH_WAIT = {False: 6.0, True: math.inf}
+STEP_EXPONENT = {False: 6.0, True: math.inf}
 # What the second-level cache spares them and the gradients, in stores or loads of a state
 SPARED_STATES = {False: 1.4, True: 2.0}
 # Between two groups of the backward's scans beside the gradients; none was seen of a gate per channel.
@@ -131,7 +131,10 @@ def _norm_grads_us(op: Op, dims: Dims) -> float:
 
 
 def _grads_bytes(op: Op, dims: Dims) -> int:
-    """Of a chunk: q, k, do, v_new, dv, S and dS; dq and dk; with a gate per channel g and dg."""
+    """Of a chunk: q, k, do, v_new, dv, S and dS; dq and dk; with a gate per channel g and dg.
+
+    dg is counted once: launches are shorter than they could be if its scratch went to device memory, too.
+    """
     rows = 2 * CHUNK * (4 * dims.key_dim + 3 * dims.value_dim)
     if not op.scalar_gate:
         rows += 2 * 4 * CHUNK * dims.key_dim
@@ -163,7 +166,7 @@ class BesideTimes(NamedTuple):
 
         def group_us(size: int) -> float:
             shorter, longer = sorted((step_us, size * work_us))
-            p = BOTH_WAIT[op.scalar_gate]
+            p = STEP_EXPONENT[op.scalar_gate]
             longer *= (1 + (shorter / longer) ** p) ** (1 / p)
             step = max(longer, size * bytes_us)
             return dims.n_chunks * step + NEXT_GROUP_US[op.scalar_gate]

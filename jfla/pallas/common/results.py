@@ -39,6 +39,7 @@ class KernelGrads(NamedTuple):
 
     dq: Gmem  # [B, T, HV, K]
     dk: Gmem
-    # KDA [B, T, HV, K], GDN [B, HV, N, C]: of the natural-log decay. float32, or as KDA's caller has the decay itself.
+    # KDA [B, T, HV, K], GDN [B, HV, N, C]: of the natural-log decay. In float32; KDA's Hopper kernel has it in the
+    # dtype of the caller's g where that is the decay itself.
     dg: Gmem
     v_new_dot_dv: Gmem  # [B, HV, N, C]: beta^2 dbeta
