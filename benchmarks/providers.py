@@ -171,10 +171,12 @@ def _packed(case: Case) -> None:
         raise Refused("the sequences are not packed")
 
 
-def _peer(module: str) -> Callable[[Case], Program]:
+def _peer(module: str, *, has_gates: bool = False) -> Callable[[Case], Program]:
+    """Of a module with `build`; `has_gates` where it takes a model's call."""
+
     def build(case: Case) -> Program:
-        if case.is_models_call:
-            raise Refused("peers are timed on decays and unit keys")
+        if case.is_models_call and not has_gates:
+            raise Refused("it is timed on decays and unit keys")
         cache = os.environ.get("TRITON_CACHE_DIR")
         try:
             found = importlib.import_module(f"benchmarks.{module}")
@@ -196,7 +198,9 @@ PROVIDERS: dict[str, Provider] = {
     "xla": Provider(_xla, ours=True),
     "scan": Provider(_scan, ours=True),
     "mma": Provider(_mma, ours=True, tunes=False),
-    "fla": Provider(_peer("peer_fla"), ("torch", "triton", "fla"), on_disk=True),
+    "fla": Provider(
+        _peer("peer_fla", has_gates=True), ("torch", "triton", "fla"), on_disk=True
+    ),
     "fla_kernels": Provider(
         _peer("peer_fla_kernels"), ("torch", "triton", "fla", "jax_triton")
     ),

@@ -1,6 +1,10 @@
 """Calls of our own implementations as the bench makes them: what is donated, and what is refused with which reason."""
 
+import contextlib
 import functools
+import sys
+import types
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -188,10 +192,52 @@ def test_a_models_call_of_packed_sequences_has_their_gradients():
     assert max(row.errors[name] for name in ("output", "dg", "da_log")) < 1e-2
 
 
-@pytest.mark.parametrize("name", ["fla", "cudnn", "jla"])
-def test_peers_are_not_asked_for_a_models_call(name: str):
+@pytest.mark.parametrize("name", ["flash_qla", "cudnn", "jla"])
+def test_peers_without_gates_are_not_asked_for_a_models_call(name: str):
     row = _row(Case("kda", "forward", Shape(1, 64, 1, 64), "model"), name)
-    assert row.refused == "peers are timed on decays and unit keys"
+    assert row.refused == "it is timed on decays and unit keys"
+
+
+def test_fla_is_asked_for_a_models_call(monkeypatch: pytest.MonkeyPatch):
+    """It is given the raw gate input, the gate's parameters, and keys to normalise."""
+    told: dict[str, Any] = {}
+
+    def chunk(**arguments: Any) -> tuple[Any, None]:
+        told.update(arguments)
+        return arguments["v"], None
+
+    _install_fla(monkeypatch, chunk)
+    case = Case("kda", "forward", Shape(1, 64, 2, 8), "model")
+    program = PROVIDERS["fla"].build(case)
+    arrays = {name: np.asarray(x) for name, x in inputs.draw(case, 0).items()}
+    program(arrays)
+    assert told["use_gate_in_kernel"]
+    assert told["use_qk_l2norm_in_kernel"]
+    assert told["A_log"].shape == (2,)
+    assert told["dt_bias"].shape == (16,)
+    assert told["g"] is arrays["g"]
+
+
+def _install_fla(monkeypatch: pytest.MonkeyPatch, chunk: Callable[..., Any]) -> None:
+    """Modules of the names that the peer imports, with this function in the place of each of its ops."""
+    torch: Any = types.ModuleType("torch")
+    torch.no_grad = contextlib.nullcontext
+    names = {
+        "fla.ops.kda": ("chunk_kda", "fused_recurrent_kda"),
+        "fla.ops.gated_delta_rule": (
+            "chunk_gated_delta_rule",
+            "fused_recurrent_gated_delta_rule",
+        ),
+    }
+    for name in ("fla", "fla.ops", *names):
+        module = types.ModuleType(name)
+        for op in names.get(name, ()):
+            setattr(module, op, chunk)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    monkeypatch.delitem(sys.modules, "benchmarks.peer_fla", raising=False)
+    for name in ("FLA_FLASH_QLA", "FLA_FLASH_KDA", "FLA_TILELANG"):
+        monkeypatch.setenv(name, "0")
 
 
 def test_states_of_sequences_that_are_not_packed_are_refused():
