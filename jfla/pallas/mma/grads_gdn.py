@@ -26,6 +26,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
 from jfla.pallas.common.chunk_index import TILE_K, TILE_V, ChunkGrid, ChunkIndex
+from jfla.pallas.common.grads_tiles import (
+    DO,
+    DSTATE,
+    DV,
+    G_AFTER,
+    G_CHUNK,
+    G_UP_TO,
+    STATE,
+    V_NEW,
+    load_values,
+)
 from jfla.pallas.common.intra_gdn.smem import INV_NORMS
 from jfla.pallas.common.packed_rows import places_of, rows_like
 from jfla.pallas.common.pair_weights import pair_weights
@@ -45,6 +56,7 @@ from jfla.pallas.mgpu.mma import dot, dots, load, zeros
 from jfla.pallas.mgpu.opaque import zero_operand
 from jfla.pallas.mgpu.smem import F32, tile_smem, transposed
 from jfla.pallas.mgpu.types import Gmem, Index, MemorySpec, Reg, Smem
+from jfla.pallas.mma.value_products import value_products
 from jfla.stages import (
     CHUNK_DECAY,
     K_FROM_START,
@@ -54,10 +66,6 @@ from jfla.stages import (
     ScanResults,
 )
 from jfla.types import CHUNK
-
-DO, DV, V_NEW = range(3)  # of SharedStorage.values
-STATE, DSTATE = range(2)  # of SharedStorage.states
-G_UP_TO, G_AFTER, G_CHUNK = range(3)  # of SharedStorage.g_terms
 
 
 class GradsGdnInputs(NamedTuple):
@@ -101,15 +109,6 @@ class GradsGdnCta(NamedTuple):
         return load_with_layout(self.smem.token_scalars.at[INV_NORMS + which], ROWS)
 
 
-def load_values(ctx: GradsGdnCta, v_tile: Index, copies: Copies) -> None:
-    """Starts the copies of 64 columns of V of do, dv and v_new."""
-    columns = pl.ds(v_tile * TILE_V, TILE_V)
-    scans = ctx.gmem.scans
-    for which, source in ((DO, scans.do), (DV, scans.dv), (V_NEW, scans.v_new)):
-        start = functools.partial(copies.start, target_smem=ctx.smem.values.at[which])
-        ctx.index.for_rows(source, ctx.heads, columns, start)
-
-
 def load_states(ctx: GradsGdnCta, v_tile: Index, tile: Index, copies: Copies) -> None:
     """Starts the copies of a tile of the states at both ends of the chunk."""
     rows = pl.ds(v_tile * TILE_V, TILE_V)
@@ -123,21 +122,10 @@ def load_states(ctx: GradsGdnCta, v_tile: Index, tile: Index, copies: Copies) ->
 
 def write_pair_weights(ctx: GradsGdnCta, num_v_tiles: int) -> None:
     """W_q and W_k, strictly lower, and their diagonals unscaled."""
-
-    def add(v_tile: Index, sums: tuple[Reg, Reg]) -> tuple[Reg, Reg]:
-        commit_smem()  # the tile before has been read
-        copies = Copies(None)
-        load_values(ctx, v_tile, copies)
-        copies.wait()
-        v_new = transposed(ctx.smem.values.at[V_NEW])
-        w_q, w_k = sums
-        return dot(w_q, (ctx.smem.values.at[DO], v_new)), dot(
-            w_k, (ctx.smem.values.at[DV], v_new)
-        )
-
-    zero = zeros(CHUNK, CHUNK)
-    sums = lax.fori_loop(0, num_v_tiles, add, (zero, zero))
-    for which, weights in enumerate(sums):
+    products = value_products(
+        ctx.gmem.scans, ctx.index, ctx.heads, num_v_tiles, ctx.smem.values
+    )
+    for which, weights in enumerate(products):
         write_weights(ctx, which, weights)
     commit_smem()
 
@@ -168,7 +156,9 @@ def sums_over_v(ctx: GradsGdnCta, tile: Index, num_v_tiles: int) -> SumsOverV:
     def add(v_tile: Index, sums: SumsOverV) -> SumsOverV:
         commit_smem()  # the tiles before have been read
         copies = Copies(None)
-        load_values(ctx, v_tile, copies)
+        load_values(
+            copies, ctx.gmem.scans, ctx.index, ctx.heads, v_tile, ctx.smem.values
+        )
         load_states(ctx, v_tile, tile, copies)
         copies.wait()
         state = ctx.smem.states.at[STATE]

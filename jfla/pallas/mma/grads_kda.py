@@ -16,7 +16,6 @@ tokens cancels. Pairs i = j have no decay and join dq and dk last. Pairs go in t
 Of q and k under qk_norm the kernel leaves the cotangents after the norm.
 """
 
-import functools
 from typing import NamedTuple
 
 import jax
@@ -26,6 +25,7 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
 from jfla.pallas.common.chunk_index import TILE_K, TILE_V, ChunkGrid, PartGrid
+from jfla.pallas.common.grads_tiles import DO, DSTATE, DV, STATE, V_NEW, load_values
 from jfla.pallas.common.packed_rows import places_of, rows_like
 from jfla.pallas.common.pair_passes import (
     BLOCK,
@@ -57,21 +57,17 @@ from jfla.pallas.mma import kda_blocks
 from jfla.pallas.mma.grads_kda_cta import (
     DG_CHUNK,
     DIAGONALS,
-    DO,
-    DSTATE,
-    DV,
     HIGH,
     LEAST,
     LEAST_OF_ALL,
     LOW,
     SQUARE_NORMS,
-    STATE,
-    V_NEW,
     GradsKdaCta,
     GradsKdaInputs,
     SharedStorage,
     shared_storage,
 )
+from jfla.pallas.mma.value_products import value_products
 from jfla.stages import ScanResults
 from jfla.types import CHUNK
 
@@ -81,15 +77,6 @@ class Grads(NamedTuple):
 
     dq: Reg  # [C, 64]
     dk: Reg  # [C, 64]
-
-
-def load_values(ctx: GradsKdaCta, v_tile: Index, copies: Copies) -> None:
-    """Starts the copies of 64 columns of V of do, dv and v_new."""
-    columns = pl.ds(v_tile * TILE_V, TILE_V)
-    scans = ctx.gmem.scans
-    for which, source in ((DO, scans.do), (DV, scans.dv), (V_NEW, scans.v_new)):
-        start = functools.partial(copies.start, target_smem=ctx.smem.values.at[which])
-        ctx.index.for_rows(source, ctx.qk.value_heads, columns, start)
 
 
 def load_qk(ctx: GradsKdaCta, copies: Copies) -> None:
@@ -104,20 +91,10 @@ def load_qk(ctx: GradsKdaCta, copies: Copies) -> None:
 
 def write_pair_weights(ctx: GradsKdaCta, num_v_tiles: int) -> None:
     """W_q and W_k, and their diagonals."""
-
-    def add(v_tile: Index, sums: tuple[Reg, Reg]) -> tuple[Reg, Reg]:
-        commit_smem()  # the tile before has been read
-        copies = Copies(None)
-        load_values(ctx, v_tile, copies)
-        copies.wait()
-        v_new = transposed(ctx.smem.values.at[V_NEW])
-        w_q, w_k = sums
-        return dot(w_q, (ctx.smem.values.at[DO], v_new)), dot(
-            w_k, (ctx.smem.values.at[DV], v_new)
-        )
-
+    w_q, w_k = value_products(
+        ctx.gmem.scans, ctx.index, ctx.qk.value_heads, num_v_tiles, ctx.smem.values
+    )
     zero = zeros(CHUNK, CHUNK)
-    w_q, w_k = lax.fori_loop(0, num_v_tiles, add, (zero, zero))
     for which, weights in ((Q, w_q), (K, -w_k)):
         row, column = ctx.decays.tokens()
         diagonal = jnp.sum(jnp.where(row == column, weights, zero), axis=1)
@@ -137,7 +114,14 @@ def grads_of_states(ctx: GradsKdaCta, num_v_tiles: int, dg_gmem: Gmem) -> Grads:
         dq, dk, dk_end, state_dot_dstate = sums
         commit_smem()  # the tiles before have been read
         copies = Copies(None)
-        load_values(ctx, v_tile, copies)
+        load_values(
+            copies,
+            ctx.gmem.scans,
+            ctx.index,
+            ctx.qk.value_heads,
+            v_tile,
+            ctx.smem.values,
+        )
         rows = pl.ds(v_tile * TILE_V, TILE_V)
         scans = ctx.gmem.scans
         for which, source in ((STATE, scans.states), (DSTATE, scans.dstates)):

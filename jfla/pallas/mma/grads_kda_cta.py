@@ -7,6 +7,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
 from jfla.pallas.common.chunk_index import TILE_K, ChunkIndex
+from jfla.pallas.common.grads_tiles import DO, DV, V_NEW
 from jfla.pallas.common.qk_tiles import QkgOperands, QkTiles
 from jfla.pallas.context import interpreting
 from jfla.pallas.mgpu.copies import store_from_layout
@@ -18,8 +19,6 @@ from jfla.pallas.mma.kda_blocks import ChunkDecays
 from jfla.stages import ScanResults
 from jfla.types import CHUNK
 
-DO, DV, V_NEW = range(3)  # of SharedStorage.values
-STATE, DSTATE = range(2)  # of SharedStorage.states
 # Of SharedStorage.lines: squared norms of q and k, two lines; log2_bias, where there is a gate; resets, where sequences
 # are packed; do . v_new and dv . v_new of every token, two lines; of a row the least sum of log2 decays since its block
 # began; what the states give to dg of every token.

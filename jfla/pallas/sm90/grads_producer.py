@@ -1,4 +1,4 @@
-"""The producer warpgroup of the gradient kernels: when it issues the copies of a chunk.
+"""The producer warpgroup of the gradient kernels: its pipeline stages, and when it issues the copies of a chunk.
 
 First come 64 columns of V at a time, of all that the scans left, each to a pipeline stage that the consumers have
 freed; then q and k, for which there is room once, as soon as the consumers are done with the chunk before.
@@ -12,8 +12,39 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jfla.pallas.common.chunk_index import TILE_V, ChunkIndex
+from jfla.pallas.common.grads_tiles import DSTATE, STATE
+from jfla.pallas.heuristics import HOPPER_SMEM_BYTES
 from jfla.pallas.mgpu.branches import when
-from jfla.pallas.mgpu.types import Index
+from jfla.pallas.mgpu.copies import Copies
+from jfla.pallas.mgpu.smem import num_bytes
+from jfla.pallas.mgpu.types import Index, Smem
+from jfla.stages import ScanResults
+
+MAX_V_STAGES = 3  # tiles of V in flight, at most
+
+
+def with_most_stages(storage: Callable[[int], Any]) -> Any:
+    """On the host: the shared storage that is given by the number of its stages, with as many as there is room for."""
+    fixed = num_bytes(storage(0))
+    per_stage = num_bytes(storage(1)) - fixed
+    return storage(min(MAX_V_STAGES, (HOPPER_SMEM_BYTES - fixed) // per_stage))
+
+
+def load_states(
+    copies: Copies,
+    scans: ScanResults,
+    index: ChunkIndex,
+    v_tile: int,
+    columns_of_tiles: list[Index],
+    states_smem: Smem,
+) -> None:
+    """Starts the copies of 64 columns of V of S and dS, by tiles of channels, to `states_smem` [2, tiles]."""
+    rows = pl.ds(v_tile * TILE_V, TILE_V)
+    for which, source in ((STATE, scans.states), (DSTATE, scans.dstates)):
+        for tile, columns in enumerate(columns_of_tiles):
+            source_tile = index.tile(source).at[rows, columns]
+            copies.start(source_tile, states_smem.at[which, tile])
 
 
 def produce_chunk(

@@ -23,6 +23,16 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfla.pallas.common.chunk_index import TILE_K
+from jfla.pallas.common.grads_tiles import (
+    DO,
+    DSTATE,
+    DV,
+    G_AFTER,
+    G_CHUNK,
+    G_UP_TO,
+    STATE,
+    V_NEW,
+)
 from jfla.pallas.common.pair_weights import pair_weights
 from jfla.pallas.common.qk_tiles import K, Q
 from jfla.pallas.common.results import KernelGrads
@@ -38,15 +48,7 @@ from jfla.pallas.mgpu.smem import F32, transposed
 from jfla.pallas.mgpu.tile_moves import load_matrix
 from jfla.pallas.mgpu.types import Gmem, Index, Layout, Reg, Smem
 from jfla.pallas.sm90.grads_gdn.smem import (
-    DO,
-    DSTATE,
-    DV,
-    G_AFTER,
-    G_CHUNK,
-    G_UP_TO,
     GDN_CONSUMERS,
-    STATE,
-    V_NEW,
     GradsGdnWarpgroup,
 )
 from jfla.stages import CHUNK_DECAY, K_FROM_START, K_TO_END, Q_FROM_START

@@ -10,7 +10,6 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
@@ -22,6 +21,7 @@ from jfla.pallas.common.chunk_index import (
     ChunkGrid,
     TimeSpan,
 )
+from jfla.pallas.common.grads_tiles import load_values
 from jfla.pallas.common.packed_rows import Rows, places_of, rows_like
 from jfla.pallas.common.qk_tiles import K, Q, QkOptions
 from jfla.pallas.common.results import KernelGrads
@@ -42,12 +42,7 @@ from jfla.pallas.sm90.grads_gdn.dqkg import (
     zero_sums,
 )
 from jfla.pallas.sm90.grads_gdn.smem import (
-    DO,
-    DSTATE,
-    DV,
     GDN_CONSUMERS,
-    STATE,
-    V_NEW,
     Barriers,
     GradsGdnInputs,
     GradsGdnSpec,
@@ -56,7 +51,7 @@ from jfla.pallas.sm90.grads_gdn.smem import (
     grads_gdn_barriers,
     grads_gdn_storage,
 )
-from jfla.pallas.sm90.grads_producer import drain, produce_chunk
+from jfla.pallas.sm90.grads_producer import drain, load_states, produce_chunk
 from jfla.stages import FactoredQK, ScanResults
 from jfla.types import CHUNK
 
@@ -97,25 +92,13 @@ def run_consumer(
 def load_v_tile(ctx: GradsGdnWarpgroup, v_tile: int, stage: Index) -> None:
     """Starts the copies of 64 columns of V of everything that the scans left, to one stage."""
     scans = ctx.gmem.scans
-    rows_of_state = pl.ds(v_tile * TILE_V, TILE_V)
+    index = ctx.global_chunk
+    in_span = ctx.span_chunk
     copies = Copies(ctx.barriers.v_full.at[stage], evict_first=ctx.spec.beside_scans)
-    values = (
-        (DO, ctx.global_chunk, scans.do),
-        (DV, ctx.global_chunk, scans.dv),
-        (V_NEW, ctx.span_chunk, scans.v_new),
-    )
-    for which, index, source in values:
-        start = functools.partial(
-            copies.start, target_smem=ctx.smem.values.at[stage, which]
-        )
-        in_ring = index.in_ring(source.shape[1] // CHUNK)
-        in_ring.for_rows(source, ctx.spec.heads, rows_of_state, start)
-    for which, source in ((STATE, scans.states), (DSTATE, scans.dstates)):
-        for tile in range(ctx.spec.num_tiles):
-            source_tile = ctx.span_chunk.tile(source).at[
-                rows_of_state, ctx.columns(tile)
-            ]
-            copies.start(source_tile, ctx.smem.states.at[stage, which, tile])
+    values = ctx.smem.values.at[stage]
+    load_values(copies, scans, index, ctx.spec.heads, v_tile, values, in_span)
+    columns = [ctx.columns(tile) for tile in range(ctx.spec.num_tiles)]
+    load_states(copies, scans, in_span, v_tile, columns, ctx.smem.states.at[stage])
 
 
 def load_qk(ctx: GradsGdnWarpgroup) -> None:

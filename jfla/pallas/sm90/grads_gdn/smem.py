@@ -17,6 +17,7 @@ A consumer stages dq and dk in its tiles of q and k, which the other one does no
 the two share a tile; the one that stages, number 0, does so alone.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -34,22 +35,17 @@ from jfla.pallas.common.chunk_index import (
 )
 from jfla.pallas.common.intra_gdn.smem import INV_NORMS
 from jfla.pallas.common.qk_tiles import QkOptions
-from jfla.pallas.heuristics import HOPPER_SMEM_BYTES
 from jfla.pallas.mgpu.copies import load_with_layout
 from jfla.pallas.mgpu.iota import per_row
 from jfla.pallas.mgpu.layouts import ROWS
 from jfla.pallas.mgpu.scheduler import WorkTile
-from jfla.pallas.mgpu.smem import F32, num_bytes, tile_smem
+from jfla.pallas.mgpu.smem import F32, tile_smem
 from jfla.pallas.mgpu.types import Barrier, Gmem, Index, MemorySpec, Reg, Smem
+from jfla.pallas.sm90.grads_producer import with_most_stages
 from jfla.stages import ScanResults
 from jfla.types import CHUNK
 
 GDN_CONSUMERS = 2  # consumer warpgroups, each of which owns 64 channels of K
-MAX_V_STAGES = 3  # tiles of V in flight, at most
-
-DO, DV, V_NEW = range(3)  # of SharedStorage.values
-STATE, DSTATE = range(2)  # of SharedStorage.states
-G_UP_TO, G_AFTER, G_CHUNK = range(3)  # of SharedStorage.g_terms
 
 
 class GradsGdnInputs(NamedTuple):
@@ -201,14 +197,10 @@ class GradsGdnWarpgroup(NamedTuple):
 
 def grads_gdn_storage(spec: GradsGdnSpec) -> SharedStorage:
     """On the host: shared memory, with as many stages of V as there is room for."""
-    fixed = num_bytes(_storage_with_stages(spec, 0))
-    per_stage = num_bytes(_storage_with_stages(spec, 1)) - fixed
-    return _storage_with_stages(
-        spec, min(MAX_V_STAGES, (HOPPER_SMEM_BYTES - fixed) // per_stage)
-    )
+    return with_most_stages(functools.partial(_storage, spec))
 
 
-def _storage_with_stages(spec: GradsGdnSpec, stages: int) -> SharedStorage:
+def _storage(spec: GradsGdnSpec, stages: int) -> SharedStorage:
     def vectors(*lead: int) -> MemorySpec:
         return plgpu.SMEM((*lead, CHUNK), F32)
 

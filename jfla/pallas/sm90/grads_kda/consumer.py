@@ -11,6 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfla.pallas.common.chunk_index import TILE_K
 from jfla.pallas.common.decay_sums import block_decays, least_within
+from jfla.pallas.common.grads_tiles import DO, DSTATE, DV, STATE, V_NEW
 from jfla.pallas.common.packed_rows import Rows
 from jfla.pallas.common.pair_passes import NUM_BLOCKS
 from jfla.pallas.common.qk_tiles import K, Q
@@ -45,12 +46,7 @@ from jfla.pallas.sm90.grads_kda.dqkg import (
     qk_block,
 )
 from jfla.pallas.sm90.grads_kda.smem import (
-    DO,
-    DSTATE,
-    DV,
     KDA_CONSUMERS,
-    STATE,
-    V_NEW,
     GradsKdaWarpgroup,
 )
 from jfla.types import CHUNK

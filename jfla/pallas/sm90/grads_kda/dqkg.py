@@ -38,8 +38,10 @@ from jax.experimental import pallas as pl
 from jfla.pallas.common.chunk_index import TILE_K
 from jfla.pallas.common.decay_sums import (
     ALL_TOKENS,
+    COLUMN_SUMS,
     FROM_CHUNK_START,
     ON_BY_ONE,
+    ROW_SUMS,
     TO_CHUNK_END,
 )
 from jfla.pallas.common.pair_passes import (
@@ -66,7 +68,7 @@ from jfla.pallas.mgpu.opaque import pin
 from jfla.pallas.mgpu.smem import BF16, F32, transposed
 from jfla.pallas.mgpu.tile_moves import load_matrix_transposed
 from jfla.pallas.mgpu.types import Gmem, Index, Reg, Smem
-from jfla.pallas.sm90.grads_kda.smem import COLUMN_SUMS, ROW_SUMS, GradsKdaWarpgroup
+from jfla.pallas.sm90.grads_kda.smem import GradsKdaWarpgroup
 from jfla.types import CHUNK
 
 Blocks = list[Reg]  # [64, BLOCK] of every block of tokens

@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
@@ -22,7 +21,13 @@ from jfla.pallas.common.chunk_index import (
     ChunkGrid,
     PartGrid,
 )
-from jfla.pallas.common.decay_sums import AFTER, block_spans, stack_matrices
+from jfla.pallas.common.decay_sums import (
+    AFTER,
+    SUM_MATRICES,
+    block_spans,
+    stack_matrices,
+)
+from jfla.pallas.common.grads_tiles import load_values
 from jfla.pallas.common.packed_rows import places_of, rows_like
 from jfla.pallas.common.qk_tiles import QkgOperands, QkOptions
 from jfla.pallas.common.results import KernelGrads
@@ -36,13 +41,7 @@ from jfla.pallas.mgpu.smem import BF16, F16, F32
 from jfla.pallas.mgpu.types import Gmem, Index
 from jfla.pallas.sm90.grads_kda.consumer import run_consumer
 from jfla.pallas.sm90.grads_kda.smem import (
-    DO,
-    DSTATE,
-    DV,
     KDA_CONSUMERS,
-    STATE,
-    SUM_MATRICES,
-    V_NEW,
     Barriers,
     GradsKdaOperands,
     GradsKdaSpec,
@@ -51,7 +50,7 @@ from jfla.pallas.sm90.grads_kda.smem import (
     grads_kda_barriers,
     grads_kda_storage,
 )
-from jfla.pallas.sm90.grads_producer import drain, produce_chunk
+from jfla.pallas.sm90.grads_producer import drain, load_states, produce_chunk
 from jfla.stages import ScanResults
 from jfla.types import CHUNK
 
@@ -62,18 +61,11 @@ def load_v_tile(ctx: GradsKdaWarpgroup, v_tile: int, stage: Index) -> None:
     """Starts the copies of 64 columns of V of everything that the scans left, to one stage."""
     scans = ctx.gmem.scans
     index = ctx.index
-    columns_of_v = pl.ds(v_tile * TILE_V, TILE_V)
     copies = Copies(ctx.barriers.v_full.at[stage])
-    for which, source in ((DO, scans.do), (DV, scans.dv), (V_NEW, scans.v_new)):
-        start = functools.partial(
-            copies.start, target_smem=ctx.smem.values.at[stage, which]
-        )
-        in_ring = index.in_ring(source.shape[1] // CHUNK)
-        in_ring.for_rows(source, ctx.spec.heads, columns_of_v, start)
-    for which, source in ((STATE, scans.states), (DSTATE, scans.dstates)):
-        for tile in range(ctx.spec.num_tiles):
-            source_tile = index.tile(source).at[columns_of_v, ctx.part.columns(tile)]
-            copies.start(source_tile, ctx.smem.states.at[stage, which, tile])
+    values = ctx.smem.values.at[stage]
+    load_values(copies, scans, index, ctx.spec.heads, v_tile, values)
+    columns = [ctx.part.columns(tile) for tile in range(ctx.spec.num_tiles)]
+    load_states(copies, scans, index, v_tile, columns, ctx.smem.states.at[stage])
 
 
 def prefetch_qkg(ctx: GradsKdaWarpgroup) -> None:

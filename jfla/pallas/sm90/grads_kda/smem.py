@@ -14,6 +14,7 @@ Who writes what, and until when it is read:
 A consumer stages dq and dk in its tiles of q and k, which the other one does not read.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -30,18 +31,17 @@ from jfla.pallas.common.chunk_index import (
     ChunkPart,
     PartGrid,
 )
-from jfla.pallas.common.decay_sums import IN_BLOCK, NUM_BLOCK_SPANS, TO_NEXT_BLOCK
+from jfla.pallas.common.decay_sums import NUM_BLOCK_SPANS, ROW_SUMS, SUM_MATRICES
 from jfla.pallas.common.pair_passes import BLOCK, SHIFT
 from jfla.pallas.common.qk_tiles import QkgOperands, QkOptions, QkTiles
 from jfla.pallas.common.results import KernelGrads
-from jfla.pallas.heuristics import HOPPER_SMEM_BYTES
 from jfla.pallas.mgpu.copies import load_with_layout
 from jfla.pallas.mgpu.iota import per_row
 from jfla.pallas.mgpu.layouts import ROWS
 from jfla.pallas.mgpu.mma import dot, dots, filled, zeros
 from jfla.pallas.mgpu.opaque import opaque_zero
 from jfla.pallas.mgpu.scheduler import WorkTile
-from jfla.pallas.mgpu.smem import BF16, F16, F32, num_bytes, tile_smem, transposed
+from jfla.pallas.mgpu.smem import BF16, F16, F32, tile_smem, transposed
 from jfla.pallas.mgpu.types import (
     Barrier,
     Gmem,
@@ -51,16 +51,11 @@ from jfla.pallas.mgpu.types import (
     Reg,
     Smem,
 )
+from jfla.pallas.sm90.grads_producer import with_most_stages
 from jfla.stages import ScanResults
 from jfla.types import CHUNK
 
 KDA_CONSUMERS = 2  # consumer warpgroups, each of which owns 64 channels of K
-MAX_V_STAGES = 3  # tiles of V in flight, at most
-
-DO, DV, V_NEW = range(3)  # of SharedStorage.values
-STATE, DSTATE = range(2)  # of SharedStorage.states
-SUM_MATRICES = (IN_BLOCK, TO_NEXT_BLOCK)
-ROW_SUMS, COLUMN_SUMS = range(2)  # of SUM_MATRICES
 
 
 class GradsKdaOperands(NamedTuple):
@@ -269,15 +264,10 @@ def _shift(which: int) -> float:
 
 def grads_kda_storage(spec: GradsKdaSpec, operands: QkgOperands) -> SharedStorage:
     """On the host: shared memory, with as many stages of V as there is room for."""
-    fixed = num_bytes(_storage_with_stages(spec, operands, 0))
-    per_stage = num_bytes(_storage_with_stages(spec, operands, 1)) - fixed
-    stages = min(MAX_V_STAGES, (HOPPER_SMEM_BYTES - fixed) // per_stage)
-    return _storage_with_stages(spec, operands, stages)
+    return with_most_stages(functools.partial(_storage, spec, operands))
 
 
-def _storage_with_stages(
-    spec: GradsKdaSpec, operands: QkgOperands, stages: int
-) -> SharedStorage:
+def _storage(spec: GradsKdaSpec, operands: QkgOperands, stages: int) -> SharedStorage:
     num_tiles = spec.num_tiles
 
     def tiles(*lead: int, rows: int = CHUNK, dtype: DTypeLike = BF16) -> MemorySpec:

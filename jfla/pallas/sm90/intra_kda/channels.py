@@ -24,9 +24,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jfla.pallas.common.chunk_index import joined_k_columns
 from jfla.pallas.common.decay_sums import (
     ALL_TOKENS,
+    COLUMN_SUMS,
     FROM_CHUNK_START,
     ON_BY_ONE,
     ON_BY_TWO,
+    ROW_SUMS,
     TO_CHUNK_END,
     block_decays,
     least_within,
@@ -58,8 +60,6 @@ from jfla.pallas.mgpu.types import Index, Reg
 from jfla.pallas.mgpu.warp_blocks import load_per_block, store_blocks, store_columns
 from jfla.pallas.mgpu.warp_matmul import add_block_products
 from jfla.pallas.sm90.intra_kda.smem import (
-    COLUMN_SUMS,
-    ROW_SUMS,
     IntraKdaOutputs,
     IntraKdaWarpgroup,
     column_positions,

@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfla.pallas.common.chunk_index import CHANNEL_BLOCK, TILE_K, ChunkGrid, PartGrid
-from jfla.pallas.common.decay_sums import block_spans, stack_matrices
+from jfla.pallas.common.decay_sums import SUM_MATRICES, block_spans, stack_matrices
 from jfla.pallas.common.packed_rows import INPUTS, places_of
 from jfla.pallas.common.qk_tiles import QkgOperands, QkOptions, QkTiles
 from jfla.pallas.common.results import IntraResults, RingChunks
@@ -30,7 +30,6 @@ from jfla.pallas.mgpu.types import Gmem, Index
 from jfla.pallas.sm90.intra_kda.channels import channel_warpgroup, finish
 from jfla.pallas.sm90.intra_kda.pairs import pairs_warpgroup
 from jfla.pallas.sm90.intra_kda.smem import (
-    SUM_MATRICES,
     Barriers,
     IntraKdaOperands,
     IntraKdaOutputs,

@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
 from jfla.pallas.common.chunk_index import TILE_K, ChunkPart, PartGrid
-from jfla.pallas.common.decay_sums import IN_BLOCK, NUM_BLOCK_SPANS, TO_NEXT_BLOCK
+from jfla.pallas.common.decay_sums import NUM_BLOCK_SPANS, ROW_SUMS, SUM_MATRICES
 from jfla.pallas.common.packed_rows import INPUTS, places_of
 from jfla.pallas.common.pair_passes import BLOCK, NUM_BLOCKS, SHIFT, passes_of
 from jfla.pallas.common.qk_tiles import QkgOperands, QkOptions, QkTiles
@@ -33,9 +33,6 @@ from jfla.pallas.mgpu.scheduler import WorkTile
 from jfla.pallas.mgpu.smem import BF16, F16, F32, tile_smem, transposed
 from jfla.pallas.mgpu.types import Barrier, Gmem, Index, MemorySpec, Reg, Smem
 from jfla.types import CHUNK
-
-SUM_MATRICES = (IN_BLOCK, TO_NEXT_BLOCK)
-ROW_SUMS, COLUMN_SUMS = range(2)  # of SUM_MATRICES
 
 # k as the columns of A, [C, 64] for each block of rows, of which only the blocks up to it count: those of block b begin
 # at COLUMN_BLOCKS[b] in blocks of 16 rows, and what lies behind them there belongs to the next.
