@@ -22,6 +22,7 @@ from jfla.pallas.mgpu.smem import F32
 from jfla.pallas.mgpu.thread import (
     BLOCK_ROWS,
     HALVES,
+    LANES,
     NUM_WARPS,
     PART,
     Thread,
@@ -34,8 +35,6 @@ from jfla.pallas.mgpu.thread import (
 from jfla.pallas.mgpu.tile_moves import load_matrix
 from jfla.pallas.mgpu.types import Fragments, InlineContext, Reg, Scalar, Smem
 from jfla.pallas.mgpu.warp_matmul import add_block_products
-
-_LANES = 32
 
 
 def no_blocks() -> Reg:
@@ -86,10 +85,10 @@ def _on_diagonal(thread: Thread, neighbours: Any) -> Scalar:
     own = arith.select(equal(is_odd, i32(0)), even, odd)
     # Of the four threads of a row number row // 2 has the columns that the diagonal crosses.
     of_row = arith.divui(thread.row, i32(2))
-    source = multiply_add(thread.row, _LANES // PART, of_row)
+    source = multiply_add(thread.row, LANES // PART, of_row)
     word = utils.bitcast(own, ir.IntegerType.get_signless(32))
     word = nvvm.shfl_sync(
-        i32(0xFFFFFFFF), word, source, i32(_LANES - 1), nvvm.ShflKind.idx
+        i32(0xFFFFFFFF), word, source, i32(LANES - 1), nvvm.ShflKind.idx
     )
     return utils.bitcast(word, ir.F32Type.get())
 

@@ -16,12 +16,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import memref
 
-ROWS = 8  # of a tile
+ROWS_OF_TILE = 8
 
 
 @dataclasses.dataclass(frozen=True)
 class RowTileTransform(TileTransform):
-    """Of an array [.., rows, columns] in global memory: [.., row tiles, column tiles, 2 ROWS - 1, tile columns].
+    """Of [.., rows, columns] in global memory: [.., row tiles, column tiles, 2 ROWS_OF_TILE - 1, tile columns].
 
     Rows of a copy must be in the array: those behind its last whole tile are of none.
     """
@@ -29,7 +29,13 @@ class RowTileTransform(TileTransform):
     def transform_gmem_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         *lead, rows, columns = shape
         width = min(columns, self.tiling[1])
-        return *lead, max(rows // ROWS, 1), columns // width, 2 * ROWS - 1, width
+        return (
+            *lead,
+            max(rows // ROWS_OF_TILE, 1),
+            columns // width,
+            2 * ROWS_OF_TILE - 1,
+            width,
+        )
 
     def apply(self, ref: Any) -> Any:
         of_array = ir.MemRefType(ref.type)
@@ -37,7 +43,7 @@ class RowTileTransform(TileTransform):
         *lead, row_stride, column_stride = strides
         shape = list(self.transform_gmem_shape(of_array.shape))
         tile_strides = [
-            ROWS * row_stride,
+            ROWS_OF_TILE * row_stride,
             shape[-1] * column_stride,
             row_stride,
             column_stride,
@@ -64,7 +70,7 @@ def row_tiles(transform: Any) -> Any:
     found = _of_transform(transform)
     if not isinstance(found, TileTransform):
         return found
-    of_rows = len(found.tiling) == 2 and found.tiling[0] == ROWS
+    of_rows = len(found.tiling) == 2 and found.tiling[0] == ROWS_OF_TILE
     return RowTileTransform(found.tiling) if of_rows else found
 
 

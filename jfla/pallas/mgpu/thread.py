@@ -15,6 +15,7 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 from jfla.pallas.mgpu.layouts import TILE_ROWS
 from jfla.pallas.mgpu.types import Fragments, Scalar, Vector
 
+LANES = 32  # of a warp
 BLOCK_ROWS = 16  # of a warp
 NUM_WARPS = TILE_ROWS // BLOCK_ROWS
 PART = 8  # rows and columns of a part
@@ -28,9 +29,9 @@ class Thread:
 
     def __init__(self) -> None:
         thread = new_thread_idx()
-        lane = arith.remui(thread, i32(32))
+        lane = arith.remui(thread, i32(LANES))
         self.lane = lane
-        self.warp = arith.remui(arith.divui(thread, i32(32)), i32(NUM_WARPS))
+        self.warp = arith.remui(arith.divui(thread, i32(LANES)), i32(NUM_WARPS))
         self.row = arith.divui(lane, i32(4))
         self.pair = arith.remui(lane, i32(4))
         self.column = arith.muli(self.pair, i32(2))

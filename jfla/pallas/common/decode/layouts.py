@@ -12,10 +12,10 @@ from typing import NamedTuple
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jfla.pallas.mgpu.thread import LANES
 from jfla.pallas.mgpu.types import Layout, Reg
 
 _WARPS = 4  # of a warpgroup
-_LANES = 32  # of a warp
 _ACCESS_BYTES = 16  # of one access to global memory
 _KEYS = 4  # channels of q or k that a lane holds side by side
 _PATCH_ROWS = 4
@@ -54,7 +54,7 @@ def _state_layout(key_dim: int, v_block: int, vector: int) -> Layout:
     warp_columns = v_block // _WARPS
     vector = min(vector, warp_columns)
     lanes_across = warp_columns // vector
-    lanes_down = _LANES // lanes_across
+    lanes_down = LANES // lanes_across
     patch_rows = min(_PATCH_ROWS, key_dim // lanes_down)
     rows = lanes_down * patch_rows
     tiles = ((rows, v_block), (rows, warp_columns), (patch_rows, vector))
@@ -74,9 +74,9 @@ def _token_keys_layout(time: int, key_dim: int) -> Layout:
     split = math.gcd(time, _WARPS)
     split_dims = (-3,) if split > 1 else ()
     replicas = (plgpu.Replicated(_WARPS // split),) if split < _WARPS else ()
-    channels = min(key_dim, _LANES * _KEYS)
+    channels = min(key_dim, LANES * _KEYS)
     return plgpu.Layout.TILED(
-        plgpu.Tiling(((split, channels), (channels // _LANES,))),
+        plgpu.Tiling(((split, channels), (channels // LANES,))),
         warp_dims=split_dims + replicas,
         lane_dims=(-2,),
         vector_dim=-1,
