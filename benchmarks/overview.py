@@ -238,11 +238,13 @@ def _asked_for(record: Results) -> list[Row]:
 
 
 def _clocks(shown: list[Time]) -> list[str]:
-    """Who was timed how, a line a clock."""
+    """Who was timed how, a line a clock; one line where all were timed alike."""
     clocks: dict[str, list[str]] = {}
     for time in shown:
         name = f"{time.op.upper()} of {_library(time)}"
         clocks.setdefault(time.clock, []).append(name)
+    if len(clocks) == 1:
+        return [f"{clock}." for clock in clocks]
     return [
         f"{clock}: {', '.join(dict.fromkeys(names))}."
         for clock, names in clocks.items()
