@@ -181,6 +181,8 @@ def draw(
             squeeze=False,
             layout="constrained",
         )
+        if any(bar.mark for bar in bars):
+            title = f"{title}; † drops small decays"
         figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
         for row, pair in zip(rows, axes):
             for timed, panel in zip(PASSES, pair):
@@ -191,8 +193,6 @@ def draw(
         for name in names:
             label = (labels or {}).get(name, name)
             handles.append(Patch(color=COLORS[name], label=label))
-        if any(bar.mark for bar in bars):
-            handles.append(Patch(color="none", label="† drops small decays"))
         figure.legend(
             handles=handles, loc="outside lower left", ncols=len(handles), frameon=False
         )
