@@ -235,7 +235,9 @@ def _install_fla(monkeypatch: pytest.MonkeyPatch, chunk: Callable[..., Any]) -> 
             setattr(module, op, chunk)
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setitem(sys.modules, "torch", torch)
-    monkeypatch.delitem(sys.modules, "benchmarks.peer_fla", raising=False)
+    # Imported anew with these, and forgotten behind the test: set first, because what was never there is not put back.
+    monkeypatch.setitem(sys.modules, "benchmarks.peer_fla", torch)
+    monkeypatch.delitem(sys.modules, "benchmarks.peer_fla")
     for name in ("FLA_FLASH_QLA", "FLA_FLASH_KDA", "FLA_TILELANG"):
         monkeypatch.setenv(name, "0")
 

@@ -1,4 +1,4 @@
-"""What gradient kernels read of the scans, 64 columns of V at a time: its tiles in shared memory, and their copies."""
+"""Tiles and lines that gradient kernels have in shared memory, by number; and the copies of what the scans left."""
 
 import functools
 
@@ -12,7 +12,7 @@ from jfla.types import CHUNK
 
 DO, DV, V_NEW = range(3)  # tiles of values
 STATE, DSTATE = range(2)  # tiles of states
-# GDN's lines of x . dx, by the span of the decay that x meets
+# GDN's lines of x . dx, by the span of the decay that x meets.
 G_UP_TO, G_AFTER, G_CHUNK = range(3)
 
 
@@ -25,12 +25,15 @@ def load_values(
     values_smem: Smem,
     v_new_index: ChunkIndex | None = None,
 ) -> None:
-    """Starts the copies of a chunk's do, dv and v_new, which may have a place of its own, to three tiles."""
+    """Starts the copies of 64 columns of V of a chunk's do, dv and v_new to three tiles.
+
+    Of a span of time v_new alone is in memory: its place is then `v_new_index`.
+    """
     columns = pl.ds(v_tile * TILE_V, TILE_V)
     values = (
         (DO, index, scans.do),
         (DV, index, scans.dv),
-        (V_NEW, v_new_index or index, scans.v_new),
+        (V_NEW, index if v_new_index is None else v_new_index, scans.v_new),
     )
     for which, own_index, source in values:
         start = functools.partial(copies.start, target_smem=values_smem.at[which])

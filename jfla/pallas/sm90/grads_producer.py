@@ -24,8 +24,8 @@ from jfla.stages import ScanResults
 MAX_V_STAGES = 3  # tiles of V in flight, at most
 
 
-def with_most_stages(storage: Callable[[int], Any]) -> Any:
-    """On the host: the shared storage that is given by the number of its stages, with as many as there is room for."""
+def with_most_stages[Storage](storage: Callable[[int], Storage]) -> Storage:
+    """On the host: the shared storage of a kernel, a function of its stages of V, with as many as there is room for."""
     fixed = num_bytes(storage(0))
     per_stage = num_bytes(storage(1)) - fixed
     return storage(min(MAX_V_STAGES, (HOPPER_SMEM_BYTES - fixed) // per_stage))
