@@ -67,8 +67,8 @@ def chunk_kda(
 
     **Rounding:** "xla" computes in float32 (float64 if an input is float64), with matmuls at
     `jax.default_matmul_precision`; where that is not set, at "high" for 16-bit q, k and v, else "highest". "pallas"
-    rounds float16 to bfloat16, multiplies bfloat16 and accumulates in float32; the gates' sums, the state between
-    chunks and what a gradient is summed from are float32.
+    multiplies bfloat16, or float16 if q, k and v are (but pairs of different tokens within 64, in bfloat16), and
+    accumulates in float32; the gates' sums, the state between chunks and what a gradient is summed from are float32.
 
     **Raises:** `ValueError` naming the argument, what was expected and what came; `NotImplementedError` with the reason
     when the implementation asked for by name cannot take the call.

@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
@@ -27,7 +28,7 @@ from jfla.pallas.machine import on_hopper
 from jfla.pallas.mgpu.smem import BF16, F16, F32
 from jfla.pallas.segments import SegmentChunks, in_place, segment_chunks
 from jfla.parallel.varying import vary_with
-from jfla.types import CHUNK, Inputs, Options, State, Value
+from jfla.types import CHUNK, Inputs, Options, State
 
 # A write strength of 0 becomes this, so that dbeta can be read off what was written: nothing beside the operands'
 # rounding. v_new and dv, which have it as a factor, keep their digits in the range of their dtype; so does its root in
@@ -47,6 +48,7 @@ class KernelArrays(NamedTuple):
     v: Rows  # [B, T, HV, V]
     g: Rows  # [B, T, HV, G]
     beta: Float[Array, "B T HV"]
+    qk_dots: Float[Array, "B T HV"] | None  # see `_qk_dots`
     initial: Float[Array, "B HV 1 V K"] | Float[Array, "B S HV K V"] | None
     resets: Float[Array, "B T"] | None
     grid: SegmentChunks | None = None
@@ -70,7 +72,7 @@ def kernel_arrays(
     segments_in_turn: bool = False,
 ) -> KernelArrays:
     """Of validated inputs, in `operand_dtype`, for scans of segments as `Schedule` says."""
-    dtype = operand_dtype(inputs, options)
+    dtype = operand_dtype(inputs)
     q = inputs.q
     k = inputs.k
     if options.qk_norm and dtype == F16:
@@ -89,6 +91,7 @@ def kernel_arrays(
     elif row_is_segment:
         grid = segment_chunks(_is_token(inputs).astype(jnp.int32), 1)
     g = inputs.g.astype(g_dtype)
+    qk_dots = _qk_dots(q, k, inputs, options)
     rows = [x.astype(dtype) for x in (q, k, inputs.v)]
     if options.op.scalar_gate:
         q, k, v = whole_chunks(rows, inputs, grid)
@@ -102,57 +105,47 @@ def kernel_arrays(
         v=v,
         g=g,
         beta=_token_scalars(beta, inputs, grid),
+        qk_dots=None if qk_dots is None else _token_scalars(qk_dots, inputs, grid),
         initial=to_kernel_state(initial) if grid is None else by_segment(initial),
         resets=_resets(inputs, options, grid),
         grid=grid,
     )
 
 
-def operand_dtype(inputs: Inputs, options: Options) -> DTypeLike:
+def _qk_dots(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    inputs: Inputs,
+    options: Options,
+) -> Float[Array, "B T HV"] | None:
+    """scale q . k of every token, float32: the diagonal of KDA's a_qk where it is float16.
+
+    Where strong gates leave little of earlier tokens it is most of the output, and from factors in bfloat16 it would
+    have their digits. None where the kernels make it.
+    """
+    if options.op.scalar_gate or operand_dtype(inputs) != F16:
+        return None
+    # Behind a barrier: XLA would sum while it stacks the dots with beta, which takes nine times as long.
+    dots = lax.optimization_barrier(jnp.sum(q.astype(F32) * k.astype(F32), axis=-1))
+    dots = options.scale * dots
+    return jnp.repeat(dots, inputs.v.shape[2] // q.shape[2], axis=2)
+
+
+def operand_dtype(inputs: Inputs) -> DTypeLike:
     """What q, k, v and all that meets them on the tensor cores is rounded to.
 
-    float16 where q, k and v are, and the gate is a scalar: bfloat16's digits are too few for it. Its range suffices,
-    since the factors that multiply rows are at most 1 once q and k are normalised outside of the kernels. KDA's factors
-    go up to 2^110, so that it computes in bfloat16.
+    float16 where q, k and v are: bfloat16's digits are too few for it. Its range suffices, since the factors that
+    multiply rows are at most 1 once q and k are normalised outside of the kernels. The factors of KDA's pairs of tokens
+    go up to 2^110, so that these alone are bfloat16.
     """
     all_half = all(x.dtype == F16 for x in (inputs.q, inputs.k, inputs.v))
-    return F16 if options.op.scalar_gate and all_half else BF16
+    return F16 if all_half else BF16
 
 
 def query_dtype(inputs: Inputs) -> DTypeLike:
     """Of dq and dk as the gradient kernels leave them: float32 where value heads are left to sum."""
     whole = inputs.q.dtype == BF16 and inputs.q.shape[2] == inputs.v.shape[2]
     return BF16 if whole else F32
-
-
-def cotangent_scale(
-    inputs: Inputs, d_output: Value, d_final: State | None
-) -> Float[Array, " B"] | None:
-    """For every row the power of two that brings its largest cotangent to 1 .. 2; None for packed rows.
-
-    A loss may be scaled, and be a mean: float16 then overflows in a sum over tokens, or has no digits. A packed row has
-    no scale of its own: its sequences would depend on each other.
-    """
-    if inputs.segment_ids is not None:
-        return None
-    largest = _largest(d_output)
-    if d_final is not None:
-        largest = jnp.maximum(largest, _largest(d_final))
-    usable = jnp.isfinite(largest) & (largest > 0)
-    _, exponent = jnp.frexp(jnp.where(usable, largest, 1.0))
-    return jnp.ldexp(jnp.ones_like(largest), 1 - exponent)
-
-
-def _largest(x: Float[Array, "B *rest"]) -> Float[Array, " B"]:
-    return jnp.max(jnp.abs(x.astype(F32)), axis=tuple(range(1, x.ndim)))
-
-
-def times_rows(
-    x: Float[Array, "B *rest"], scale: Float[Array, " B"]
-) -> Float[Array, "B *rest"]:
-    """x with every row of the batch multiplied by a number."""
-    factor = scale.reshape(-1, *(1,) * (x.ndim - 1))
-    return (x * factor).astype(x.dtype)
 
 
 def _is_token(inputs: Inputs) -> Bool[Array, "B T"]:
@@ -326,7 +319,7 @@ def cotangents(
     beta = write_strength(
         without_padding(inputs.beta, inputs.segment_ids), options.beta_max
     )
-    dtype = operand_dtype(inputs, options)
+    dtype = operand_dtype(inputs)
     return Inputs(
         q=_to_query(dq, inputs.q, inputs, options),
         k=_to_query(dk, inputs.k, inputs, options),
@@ -352,7 +345,7 @@ def _to_query(dx: Array, x: Array, inputs: Inputs, options: Options) -> Array:
 
 def leaves_norm(inputs: Inputs, options: Options) -> bool:
     """Whether the kernels leave the adjoint of q's and k's norm: where none sees all channels of a row at once."""
-    half = operand_dtype(inputs, options) == F16
+    half = operand_dtype(inputs) == F16
     return options.qk_norm and (
         inputs.q.shape[-1] > CHANNEL_BLOCK or half or not on_hopper()
     )

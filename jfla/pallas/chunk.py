@@ -12,7 +12,6 @@ from jfla.pallas.arrays import (
     KernelArrays,
     by_segment,
     chunk_major,
-    cotangent_scale,
     cotangents,
     kernel_arrays,
     log2_decays,
@@ -20,7 +19,6 @@ from jfla.pallas.arrays import (
     qk_options,
     qkg_operands,
     query_dtype,
-    times_rows,
     to_kernel_state,
     to_kernel_states,
     to_tokens,
@@ -35,6 +33,7 @@ from jfla.pallas.common.scan.spec import ScanConfig, ScanOutputs
 from jfla.pallas.common.scan.split_time import split_ends, split_states, stretch_end
 from jfla.pallas.common.scan.steps import backward_scans_kernel, output_scan_kernel
 from jfla.pallas.context import interpreting
+from jfla.pallas.cotangent_scale import cotangent_scale
 from jfla.pallas.heuristics import Schedule
 from jfla.pallas.machine import tracing_for
 from jfla.pallas.mgpu.overlap import Lead, PendingResults, overlap, run
@@ -80,7 +79,10 @@ def intra_kernel(
         tokens = chunk_major(log2_decays(x, inputs), x.beta)
         config = IntraGdnConfig(schedule.intra_wgs, num_ctas, ring)
         return intra_gdn(x.q, x.k, tokens, static, config)
-    tokens = chunk_major(x.beta) if with_a else None
+    tokens = None
+    if with_a:
+        scalars = [x.beta] if x.qk_dots is None else [x.beta, x.qk_dots]
+        tokens = chunk_major(*scalars)
     if schedule.machine != "hopper":
         return mma_intra_kda(qkg_operands(x, inputs), tokens, x.v.shape[2], static)
     operands = qkg_operands(x, inputs)
@@ -285,16 +287,11 @@ def _scaled_backward(
     d_output: Value,
     d_final: State | None,
 ) -> Inputs:
-    scale = None
-    if operand_dtype(inputs, options) == F16 and residuals.entered is None:
-        scale = cotangent_scale(inputs, d_output, d_final)
-    if scale is None:
+    if operand_dtype(inputs) != F16 or residuals.entered is not None:
         return _backward(inputs, options, schedule, residuals, d_output, d_final)
-    d_output = times_rows(d_output.astype(F32), scale)
-    if d_final is not None:
-        d_final = times_rows(d_final, scale)
-    d = _backward(inputs, options, schedule, residuals, d_output, d_final)
-    return jax.tree.map(lambda x: times_rows(x, 1 / scale), d)
+    scale = cotangent_scale(inputs, options, d_output, d_final)
+    scaled = scale.scaled(d_output, d_final)
+    return scale.unscaled(_backward(inputs, options, schedule, residuals, *scaled))
 
 
 def _backward(

@@ -33,6 +33,35 @@ CALLS = [
         ("strong", 1, "bfloat16"),
     )
 ]
+# float16, whose pairs of KDA are bfloat16.
+CALLS += [
+    Call(
+        "kda",
+        gates,
+        batch=2,
+        time=300,
+        key_dim=key_dim,
+        value_dim=128,
+        dtype="float16",
+    )
+    for gates in ("weak", "mixed", "raw")
+    for key_dim in (64, 128, 256)
+]
+CALLS += [
+    Call(
+        "kda",
+        "strong",
+        time=1000,
+        heads=16,
+        key_dim=128,
+        value_dim=128,
+        dtype="float16",
+    )
+]
+CALLS += [
+    Call("kda", gates, time=63, key_dim=256, betas="edge", dtype="float16")
+    for gates in ("strong", "weak")
+]
 # In one launch.
 CALLS += [
     Call(op, "raw", time=1000, heads=16, key_dim=128, value_dim=128)

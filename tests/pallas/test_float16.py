@@ -1,4 +1,4 @@
-"""float16 through the kernels of a scalar gate: its own digits, at any size of the loss."""
+"""float16 through the chunked kernels: its own digits, at any size of the loss."""
 
 import functools
 from typing import Any
@@ -15,7 +15,7 @@ NAMES = ("q", "k", "v", "g", "beta", "initial_state")
 
 
 @functools.cache
-def drawn(qk_norm: bool) -> tuple[dict[str, jax.Array], jax.Array, jax.Array]:
+def drawn(op: str, qk_norm: bool) -> tuple[dict[str, jax.Array], jax.Array, jax.Array]:
     """Arguments, and cotangents of the output and of the final state."""
     keys = iter(jax.random.split(jax.random.key(5), 8))
     tokens = (BATCH, TIME)
@@ -32,11 +32,12 @@ def drawn(qk_norm: bool) -> tuple[dict[str, jax.Array], jax.Array, jax.Array]:
     else:
         q = q / jnp.linalg.norm(q, axis=-1, keepdims=True)
         k = k / jnp.linalg.norm(k, axis=-1, keepdims=True)
+    gate_shape = (DIM,) if op == "kda" else ()
     arrays = {
         "q": q,
         "k": k,
         "v": 100 * normal(*tokens, value_heads, DIM),
-        "g": jax.nn.log_sigmoid(normal(*tokens, value_heads)),
+        "g": jax.nn.log_sigmoid(normal(*tokens, value_heads, *gate_shape)),
         "beta": jax.nn.sigmoid(normal(*tokens, value_heads)),
         "initial_state": 100 * normal(BATCH, value_heads, DIM, DIM),
     }
@@ -48,17 +49,19 @@ def drawn(qk_norm: bool) -> tuple[dict[str, jax.Array], jax.Array, jax.Array]:
 
 
 def results(
+    op: str,
     arrays: dict[str, jax.Array],
     do: jax.Array,
     d_final: jax.Array,
     qk_norm: bool,
     implementation: str,
 ) -> dict[str, Any]:
-    """Of chunk_gdn: output, final state and all gradients, in float32."""
+    """Output, final state and all gradients, in float32."""
+    chunk = getattr(jfla, f"chunk_{op}")
 
     def run(*inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
         call = dict(zip(NAMES, inputs))
-        out = jfla.chunk_gdn(
+        out = chunk(
             **call,
             qk_norm=qk_norm,
             return_final_state=True,
@@ -87,15 +90,16 @@ def error(got: np.ndarray, want: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("qk_norm", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_errors_are_less_than_half_of_those_of_bfloat16(qk_norm: bool):
-    arrays, do, d_final = drawn(qk_norm)
+@pytest.mark.parametrize("op", ["gdn", "kda"])
+def test_errors_are_less_than_half_of_those_of_bfloat16(op: str, qk_norm: bool):
+    arrays, do, d_final = drawn(op, qk_norm)
     errors = {}
     for dtype in ("float16", "bfloat16"):
         given = rounded(arrays, dtype)
         do_rounded = do.astype(dtype).astype(jnp.float32)
-        got = results(given, do_rounded, d_final, qk_norm, "pallas")
+        got = results(op, given, do_rounded, d_final, qk_norm, "pallas")
         wide = {name: x.astype(jnp.float32) for name, x in given.items()}
-        want = results(wide, do_rounded, d_final, qk_norm, "xla")
+        want = results(op, wide, do_rounded, d_final, qk_norm, "xla")
         errors[dtype] = {name: error(got[name], want[name]) for name in want}
     for name in errors["float16"]:
         if qk_norm and name in ("dq", "dk"):
@@ -104,15 +108,21 @@ def test_errors_are_less_than_half_of_those_of_bfloat16(qk_norm: bool):
 
 
 @pytest.mark.parametrize(
-    "loss_scale", [pytest.param(2.0**13, marks=pytest.mark.slow), 2.0**-30]
+    ("op", "loss_scale"),
+    [
+        pytest.param("gdn", 2.0**13, marks=pytest.mark.slow),
+        ("gdn", 2.0**-30),
+        pytest.param("kda", 2.0**13, marks=pytest.mark.slow),
+        ("kda", 2.0**-30),
+    ],
 )
-def test_gradients_are_right_at_any_size_of_the_loss(loss_scale: float):
+def test_gradients_are_right_at_any_size_of_the_loss(op: str, loss_scale: float):
     """Those in float32: dq, dk and dv are as large or small as the loss, and are float16."""
-    arrays, do, d_final = drawn(False)
+    arrays, do, d_final = drawn(op, False)
     arrays = rounded(arrays, "float16")
     # Without a cotangent of the output, which is float16 itself.
     of_state = [
-        results(arrays, jnp.zeros_like(do), scale * d_final, False, "pallas")
+        results(op, arrays, jnp.zeros_like(do), scale * d_final, False, "pallas")
         for scale in (1.0, loss_scale)
     ]
     for name in ("dg", "dbeta", "dinitial_state"):
@@ -121,9 +131,10 @@ def test_gradients_are_right_at_any_size_of_the_loss(loss_scale: float):
         )
 
 
-def test_a_write_strength_of_0_has_its_gradient():
+@pytest.mark.parametrize("op", ["gdn", "kda"])
+def test_a_write_strength_of_0_has_its_gradient(op: str):
     """dbeta is read off what a token wrote: of nothing at all it could not be."""
-    arrays, do, _ = drawn(False)
+    arrays, do, _ = drawn(op, False)
     arrays = rounded(arrays, "float16")
     token = jnp.arange(TIME)[None, :, None]
     arrays["beta"] = jnp.where(token % 3 == 0, 0.0, arrays["beta"])
@@ -131,19 +142,53 @@ def test_a_write_strength_of_0_has_its_gradient():
     arrays["initial_state"] = arrays["initial_state"] * 1e-2
     d_final = jnp.zeros_like(arrays["initial_state"])
     do = do.astype("float16").astype(jnp.float32)
-    got = results(arrays, do, d_final, False, "pallas")
+    got = results(op, arrays, do, d_final, False, "pallas")
     wide = {name: x.astype(jnp.float32) for name, x in arrays.items()}
-    want = results(wide, do, d_final, False, "xla")
+    want = results(op, wide, do, d_final, False, "xla")
     for name, limit in {"dbeta": 1.5e-2, "output": 1e-3, "final_state": 1e-3}.items():
         assert error(got[name], want[name]) < limit, name
 
 
-def test_a_row_has_its_bits_beside_any_other():
-    arrays, do, d_final = drawn(False)
+@pytest.mark.parametrize("op", ["gdn", "kda"])
+def test_a_row_has_its_bits_beside_any_other(op: str):
+    arrays, do, d_final = drawn(op, False)
     arrays = rounded(arrays, "float16")
     factor = jnp.array([1.0, 1e3])
     per_row = lambda x: x * factor.reshape(-1, *(1,) * (x.ndim - 1))
-    alone = results(arrays, do, d_final, False, "pallas")
-    beside = results(arrays, per_row(do), per_row(d_final), False, "pallas")
+    alone = results(op, arrays, do, d_final, False, "pallas")
+    beside = results(op, arrays, per_row(do), per_row(d_final), False, "pallas")
     for name, x in alone.items():
         np.testing.assert_array_equal(x[0], beside[name][0])
+
+
+@pytest.mark.parametrize("op", ["gdn", "kda"])
+def test_a_packed_sequence_has_its_gradients_beside_any_other(op: str):
+    """Of a loss of 2^-40 beside one of 2^13: each has those of a loss of 1, times that, where they are float32."""
+    arrays, _, d_final = drawn(op, False)
+    arrays = rounded(arrays, "float16")
+    of_row = {name: x[:1] for name, x in arrays.items() if name != "initial_state"}
+    states = arrays["initial_state"][None]
+    ids = (jnp.arange(TIME)[None] >= 30) + 1
+    chunk = getattr(jfla, f"chunk_{op}")
+
+    def final_states(g: jax.Array, beta: jax.Array, states: jax.Array) -> jax.Array:
+        return chunk(
+            **(of_row | {"g": g, "beta": beta}),
+            initial_state=states,
+            segment_ids=ids,
+            return_final_state=True,
+            implementation="pallas",
+        ).final_state
+
+    with jfla.pallas.interpret():
+        main = (of_row["g"], of_row["beta"], states)
+        adjoint = jax.jit(jax.vjp(final_states, *main)[1])
+        of_segment = jnp.array([2.0**-40, 2.0**13])
+        alike = adjoint(d_final[None])
+        unlike = adjoint(d_final[None] * of_segment[:, None, None, None])
+    of_token = of_segment[ids - 1]
+    factors = (of_token, of_token, of_segment[None])
+    for one, other, factor in zip(alike, unlike, factors, strict=True):
+        factor = factor.reshape(*factor.shape, *(1,) * (one.ndim - factor.ndim))
+        np.testing.assert_allclose(other, factor * one, rtol=1e-6, atol=1e-37)
+        assert np.any(one)

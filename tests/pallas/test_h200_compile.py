@@ -229,34 +229,40 @@ def test_groups_of_sequences_that_keep_states_spill_few_bytes(
 
 @pytest.mark.aot
 @pytest.mark.parametrize(
-    ("dims", "qk_norm", "batch"),
+    ("op", "dims", "qk_norm", "batch"),
     [
-        pytest.param((128, 128), True, 64, marks=pytest.mark.slow),
-        pytest.param((128, 128), False, 16, marks=pytest.mark.slow),
-        pytest.param((256, 256), True, 1, marks=pytest.mark.slow),
-        ((64, 64), False, 1),
+        pytest.param("gdn", (128, 128), True, 64, marks=pytest.mark.slow),
+        pytest.param("gdn", (128, 128), False, 16, marks=pytest.mark.slow),
+        pytest.param("gdn", (256, 256), True, 1, marks=pytest.mark.slow),
+        ("gdn", (64, 64), False, 1),
+        pytest.param("kda", (128, 128), True, 64, marks=pytest.mark.slow),
+        pytest.param("kda", (128, 128), False, 16, marks=pytest.mark.slow),
+        pytest.param("kda", (256, 256), True, 1, marks=pytest.mark.slow),
     ],
 )
-def test_float16_does_not_spill(dims, qk_norm, batch, capfd, monkeypatch):
-    """Forward and backward of a scalar gate, whose matmuls are in float16 then."""
+def test_float16_does_not_spill(op, dims, qk_norm, batch, capfd, monkeypatch):
+    """Forward and backward, whose matmuls are in float16 then; of KDA, in which some registers are spilled, few."""
     monkeypatch.setitem(os.environ, "MOSAIC_GPU_DUMP_PTXAS", "1")
-    arrays, static = describe("gdn", dims, qk_norm, batch)
+    arrays, static = describe(op, dims, qk_norm, batch)
     half = {
         name: jax.ShapeDtypeStruct(arrays[name].shape, jnp.float16) for name in "qkv"
     }
 
     def both(arrays: dict[str, Any]) -> dict[str, Any]:
-        chunk = lambda x: jfla.chunk_gdn(**x, **static, return_final_state=True)
+        function = getattr(jfla, f"chunk_{op}")
+        chunk = lambda x: function(**x, **static, return_final_state=True)
         out, adjoint = jax.vjp(chunk, arrays)
         return adjoint(out)[0]
 
     compile_for_h200(both, arrays | half)
     now = facts("".join(capfd.readouterr()), {})
     # Each by itself, or two in one launch
-    for kernel in ("intra_gdn", "output_scan", "backward_scans", "grads_gdn"):
+    for kernel in (f"intra_{op}", "output_scan", "backward_scans", f"grads_{op}"):
         assert any(kernel in launch for launch in now), kernel
+    # With JAX 0.11.2 and raw gates, by itself.
+    allowed = SPILLED | {"jfla_intra_kda": 16}
     for kernel, found in now.items():
-        assert found["spilled bytes"] <= SPILLED.get(kernel, 0), kernel
+        assert found["spilled bytes"] <= allowed.get(kernel, 0), kernel
         assert "serialized" not in found, kernel
 
 

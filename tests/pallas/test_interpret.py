@@ -32,6 +32,19 @@ CALLS = [
     Call("gdn", "raw", time=70, key_dim=256, value_dim=256),  # in blocks of K and of V
     pytest.param(Call("kda", "raw", time=64, value_dim=256), marks=pytest.mark.slow),
     Call("kda", "raw", time=70, key_dim=256),  # in blocks of K
+    pytest.param(
+        Call("kda", "mixed", time=70, key_dim=256, dtype="float16"),
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(
+        Call("kda", "raw", time=64, key_dim=128, dtype="float16"),
+        marks=pytest.mark.slow,
+    ),
+    # The gradient of a beta of 0, of which little is left in float16.
+    pytest.param(
+        Call("kda", "strong", time=63, key_dim=128, betas="edge", dtype="float16"),
+        marks=pytest.mark.slow,
+    ),
     # Tiles of channels that take unlike numbers of passes over their pairs.
     pytest.param(Call("kda", "mixed", time=70, key_dim=128), marks=pytest.mark.slow),
     pytest.param(Call("kda", "mixed", time=70, key_dim=256), marks=pytest.mark.slow),

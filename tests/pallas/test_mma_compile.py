@@ -33,7 +33,7 @@ MORE = [
         ("along time",),
         ("segments", "packed", *PLAIN),
     )
-]
+] + [("kda", (128, 128), ("float16", *PLAIN))]
 DECODED = [("kda", 1), ("gdn", 4)]
 # CI has time for one of each architecture; the others are compiled with `-m aot`.
 QUICK = (

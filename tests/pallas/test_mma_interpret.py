@@ -19,6 +19,8 @@ CALLS = [
             Call("kda", "mixed", time=65, betas="edge", repeated_keys=True),
             Call("kda", "raw", time=70, key_dim=48, value_dim=96),
             Call("kda", "weak", time=130, segments=2, segment_states=True),
+            Call("kda", "strong", time=64, dtype="float16", group=1),
+            Call("kda", "raw", time=70, key_dim=128, dtype="float16"),
             Call("gdn", "mixed", time=130, segments=3, betas="edge"),
             Call("gdn", "strong", key_dim=128, value_dim=128, dtype="float16"),
             Call("gdn", "raw", time=70, key_dim=128, value_dim=64, dtype="float16"),

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
+from jfla.pallas.context import interpreting
 from jfla.pallas.mgpu.types import MemorySpec, Smem
 
 F32 = jnp.float32
@@ -29,6 +30,14 @@ def tile_transforms(dtype: DTypeLike = BF16) -> tuple[Any, Any]:
     tiling: Any = plgpu.TilingTransform  # to a type checker it is abstract
     swizzle: Any = plgpu.SwizzleTransform
     return tiling((8, columns)), swizzle(SWIZZLE_BYTES)
+
+
+def in_one_place(*specs: MemorySpec) -> MemorySpec:
+    """Buffers in the same memory, which a kernel sees as a tuple.
+
+    The race detector of interpret mode would take them for one buffer, so there they lie apart.
+    """
+    return specs if interpreting() else plgpu.RefUnion(*specs)
 
 
 def is_tile(ref: Smem) -> bool:

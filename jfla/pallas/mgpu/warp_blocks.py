@@ -13,7 +13,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from jfla.pallas.context import interpreting
-from jfla.pallas.mgpu.layouts import TILE_ROWS, WGMMA
+from jfla.pallas.mgpu.layouts import ROWS, TILE_ROWS, WGMMA
 from jfla.pallas.mgpu.smem import F32
 from jfla.pallas.mgpu.thread import (
     BLOCK_ROWS,
@@ -33,7 +33,13 @@ from jfla.pallas.mgpu.thread import (
     with_element,
 )
 from jfla.pallas.mgpu.tile_moves import store_matrix
-from jfla.pallas.mgpu.types import Fragments, InlineContext, MemRef, Reg, Smem
+from jfla.pallas.mgpu.types import (
+    Fragments,
+    InlineContext,
+    MemRef,
+    Reg,
+    Smem,
+)
 
 
 def load_per_block(vectors_smem: Smem, first: int) -> Reg:
@@ -160,3 +166,30 @@ def mask_behind(x: Reg, block: int, which: int, strictly: bool) -> Reg:
         return from_parts(registers)
 
     return mask(x)  # pyright: ignore[reportCallIssue]
+
+
+def with_diagonal(x: Reg, diagonal: Reg, block: int) -> Reg:
+    """x [64, 16] with `diagonal` [64], by rows, where row == 16 block + column."""
+    if interpreting():
+        row = plgpu.broadcasted_iota(jnp.int32, x.shape, 0)
+        column = plgpu.broadcasted_iota(jnp.int32, x.shape, 1) + block * BLOCK_ROWS
+        return jnp.where(row == column, diagonal[:, None], x)
+    out: Any = plgpu.ShapeDtypeStruct(x.shape, x.dtype, WGMMA)
+
+    @plgpu.inline_mgpu(arg_types=(WGMMA, ROWS), return_type=out)
+    def replace(_: InlineContext, x: Fragments, diagonal: Fragments) -> Fragments:
+        thread = Thread()
+        here = equal(thread.warp, i32(block))
+        registers = parts(x)
+        for half in range(HALVES):
+            # Of a warp's 16 rows and columns the diagonal crosses the parts whose halves are alike.
+            value = element_of(diagonal.registers.flatten()[half], 0)
+            for n in range(2):
+                own_column = arith.addi(thread.column, i32(n))
+                on_diagonal = arith.andi(here, equal(thread.row, own_column))
+                element = element_of(registers[half, half], n)
+                element = arith.select(on_diagonal, value, element)
+                registers[half, half] = with_element(registers[half, half], n, element)
+        return from_parts(registers)
+
+    return replace(x, diagonal)  # pyright: ignore[reportCallIssue]

@@ -92,7 +92,7 @@ def load_qk(ctx: GradsKdaCta, copies: Copies) -> None:
 def write_pair_weights(ctx: GradsKdaCta, num_v_tiles: int) -> None:
     """W_q and W_k, and their diagonals."""
     w_q, w_k = value_products(
-        ctx.gmem.scans, ctx.index, ctx.qk.value_heads, num_v_tiles, ctx.smem.values
+        ctx.gmem.scans, ctx.index, ctx.qk.value_heads, num_v_tiles, ctx.values
     )
     zero = zeros(CHUNK, CHUNK)
     for which, weights in ((Q, w_q), (K, -w_k)):
@@ -120,7 +120,7 @@ def grads_of_states(ctx: GradsKdaCta, num_v_tiles: int, dg_gmem: Gmem) -> Grads:
             ctx.index,
             ctx.qk.value_heads,
             v_tile,
-            ctx.smem.values,
+            ctx.values,
         )
         rows = pl.ds(v_tile * TILE_V, TILE_V)
         scans = ctx.gmem.scans
@@ -135,9 +135,9 @@ def grads_of_states(ctx: GradsKdaCta, num_v_tiles: int, dg_gmem: Gmem) -> Grads:
         state_dot_dstate = add_row_dots(state_dot_dstate, *factors)
         commit_smem()  # keeps the compiler from loading this beside the operands of the matmuls
         dq, dk, dk_end = dots(
-            (dq, (ctx.smem.values.at[DO], state)),
-            (dk, (ctx.smem.values.at[DV], state)),
-            (dk_end, (ctx.smem.values.at[V_NEW], dstate)),
+            (dq, (ctx.values.at[DO], state)),
+            (dk, (ctx.values.at[DV], state)),
+            (dk_end, (ctx.values.at[V_NEW], dstate)),
         )
         return dq, dk, dk_end, state_dot_dstate
 
@@ -329,7 +329,7 @@ def grads_kda(
         KernelGrads(dx, dx, dg, of_tokens),
         grid={"cta": parts.num_parts},
         num_warpgroups=1,
-        smem=shared_storage(),
+        smem=shared_storage(operands.q.dtype),
         name="jfla_grads_kda_mma",
         reduces_across_warps=False,
     )

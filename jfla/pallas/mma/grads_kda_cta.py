@@ -9,11 +9,10 @@ from jax.typing import DTypeLike
 from jfla.pallas.common.chunk_index import TILE_K, ChunkIndex
 from jfla.pallas.common.grads_tiles import DO, DV, V_NEW
 from jfla.pallas.common.qk_tiles import QkgOperands, QkTiles
-from jfla.pallas.context import interpreting
 from jfla.pallas.mgpu.copies import store_from_layout
 from jfla.pallas.mgpu.iota import iota_smem
 from jfla.pallas.mgpu.mma import load
-from jfla.pallas.mgpu.smem import BF16, F16, F32, tile_smem
+from jfla.pallas.mgpu.smem import BF16, F16, F32, in_one_place, tile_smem
 from jfla.pallas.mgpu.types import Gmem, Index, MemorySpec, Reg, Smem
 from jfla.pallas.mma.kda_blocks import ChunkDecays
 from jfla.stages import ScanResults
@@ -44,13 +43,16 @@ class GradsKdaInputs(NamedTuple):
 
 
 class SharedStorage(NamedTuple):
-    """Shared memory of a CTA: tiles [C, 64] of 16 bits, vectors float32."""
+    """Shared memory of a CTA: tiles [C, 64] in the dtype of q unless said otherwise, vectors float32.
 
-    values: Smem  # [3] tiles: 64 columns of V of do, dv, v_new; then q and k as rows of a pass, and k as its columns
-    states_or_z: tuple[Smem, Smem]  # in one place, see the properties `states` and `z`
+    Buffers of a tuple lie in one place: see the properties of `GradsKdaCta`.
+    """
+
+    values_or_factors: tuple[Smem, Smem]
+    states_or_z: tuple[Smem, Smem, Smem]
     q: Smem  # [1] tile
     k: Smem  # [1] tile
-    weights: Smem  # [2, 2] tiles: W_q and W_k in two parts
+    weights: Smem  # [2, 2] bf16 tiles: W_q and W_k in two parts
     # [1] float16 tile: log2 decays of the tile of channels, times GATE_SCALE
     decay: Smem
     lines: Smem  # [NUM_LINES, 1, 64]: vectors, in one buffer because each begins at a multiple of 1 KiB
@@ -98,23 +100,33 @@ class GradsKdaCta(NamedTuple):
         store_from_layout(self.z, load(self.z) + x)
 
     @property
+    def values(self) -> Smem:
+        """[3] tiles: 64 columns of V of do, dv, v_new."""
+        return self.smem.values_or_factors[0]
+
+    @property
     def states(self) -> Smem:
-        """[2] tiles: 64 rows, of V, of S^T and dS^T; then the two parts of a summand of dg."""
+        """[2] tiles: 64 rows, of V, of S^T and dS^T."""
         return self.smem.states_or_z[0]
 
     @property
     def z(self) -> Smem:
         """[C, 64] float32: the summands of dg whose decays reach from or to a token of the chunk."""
-        return self.smem.states_or_z[1].at[self.zero]
+        return self.smem.states_or_z[2].at[self.zero]
 
     @property
     def parts(self) -> tuple[Smem, Smem]:
-        """Two tiles, in the place of the states."""
-        return self.states.at[self.zero + HIGH], self.states.at[self.zero + LOW]
+        """Two bf16 tiles: the two parts of a summand of dg, in the place of the states and of z."""
+        tiles = self.smem.states_or_z[1]
+        return tiles.at[self.zero + HIGH], tiles.at[self.zero + LOW]
+
+    def factor_tile(self, which: Index) -> Smem:
+        """A bf16 tile of q or k with factors of pairs, in the place of the values."""
+        return self.smem.values_or_factors[1].at[self.zero + which]
 
     def rows_of(self, which: Index) -> Smem:
         """q or k with the factors of rows in a pass."""
-        return self.smem.values.at[self.zero + DO + which]
+        return self.factor_tile(DO + which)
 
     def weights(self, which: Index) -> tuple[Smem, Smem]:
         """Both parts of W_q or W_k."""
@@ -124,7 +136,7 @@ class GradsKdaCta(NamedTuple):
     @property
     def rows(self) -> tuple[Smem, Smem]:
         """q and k with the factors of rows in a pass: the place of do and dv."""
-        return self.smem.values.at[self.zero + DO], self.smem.values.at[self.zero + DV]
+        return self.factor_tile(DO), self.factor_tile(DV)
 
     @property
     def columns(self) -> Index:
@@ -138,25 +150,26 @@ class GradsKdaCta(NamedTuple):
     @property
     def k_columns(self) -> Smem:
         """k with the factors of columns in a pass: the place of v_new."""
-        return self.smem.values.at[self.zero + V_NEW]
+        return self.factor_tile(V_NEW)
 
 
-def shared_storage() -> SharedStorage:
-    def tiles(*lead: int, dtype: DTypeLike = BF16) -> MemorySpec:
+def shared_storage(own: DTypeLike) -> SharedStorage:
+    """On the host, for q, k and values in a dtype."""
+
+    def tiles(*lead: int, dtype: DTypeLike = own) -> MemorySpec:
         return tile_smem(*lead, CHUNK, TILE_K, dtype=dtype)
 
     def vectors(*shape: int) -> MemorySpec:
         return plgpu.SMEM(shape, F32)
 
-    states_or_z: MemorySpec = (tiles(2), vectors(1, CHUNK, TILE_K))
-    if not interpreting():  # its race detector cannot tell the two apart
-        states_or_z = plgpu.RefUnion(*states_or_z)
     return SharedStorage(
-        values=tiles(3),
-        states_or_z=states_or_z,
+        values_or_factors=in_one_place(tiles(3), tiles(3, dtype=BF16)),
+        states_or_z=in_one_place(
+            tiles(2), tiles(2, dtype=BF16), vectors(1, CHUNK, TILE_K)
+        ),
         q=tiles(1),
         k=tiles(1),
-        weights=tiles(2, 2),
+        weights=tiles(2, 2, dtype=BF16),
         decay=tiles(1, dtype=F16),
         lines=vectors(NUM_LINES, 1, CHUNK),
         iota=iota_smem(1, CHUNK),

@@ -5,7 +5,7 @@ the pairs of tokens, in the blocks of `kda_blocks.py`. The pairs are kept transp
 operand, in registers.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from jfla.pallas.common.chunk_index import (
     ChunkIndex,
     joined_k_columns,
 )
-from jfla.pallas.common.packed_rows import places_of
+from jfla.pallas.common.packed_rows import Rows, places_of
 from jfla.pallas.common.pair_passes import BLOCK, NUM_BLOCKS, RANGE, SHIFT, row_factor
 from jfla.pallas.common.qk_tiles import K, Q, QkgOperands, QkOptions, QkTiles
 from jfla.pallas.common.results import IntraResults
@@ -39,9 +39,17 @@ from jfla.pallas.mgpu.layouts import COLS, ROWS
 from jfla.pallas.mgpu.mma import dot, zeros
 from jfla.pallas.mgpu.opaque import zero_operand
 from jfla.pallas.mgpu.overlap import Kernel, PendingResults, ReadyFlags
-from jfla.pallas.mgpu.smem import BF16, F16, F32, tile_smem, transposed
+from jfla.pallas.mgpu.smem import (
+    BF16,
+    F16,
+    F32,
+    in_one_place,
+    tile_smem,
+    transposed,
+)
 from jfla.pallas.mgpu.triangular import TriangularInverse
 from jfla.pallas.mgpu.types import Gmem, Index, MemorySpec, Reg, Smem
+from jfla.pallas.mgpu.warp_blocks import with_diagonal
 from jfla.pallas.mma import kda_blocks
 from jfla.pallas.mma.kda_blocks import ChunkDecays
 from jfla.stages import IntraChunk, JoinedQK
@@ -52,7 +60,8 @@ class IntraKdaInputs(NamedTuple):
     """Global memory that the kernel reads."""
 
     qkg: QkgOperands
-    beta: Gmem  # [B, HV, N, 1, C], or None where the caller has the A matrices
+    # [B, HV, N, 1 or 2, C]: beta, and the diagonal of a_qk where the caller has it; None where he has the A matrices
+    beta: Gmem
     zero: Gmem  # of `zero_operand`
 
 
@@ -64,22 +73,32 @@ class IntraKdaOutputs(NamedTuple):
 
 
 class SharedStorage(NamedTuple):
-    """Shared memory of a CTA: tiles [C, 64] of 16 bits, vectors float32."""
+    """Shared memory of a CTA: tiles [C, 64] in the dtype of q unless said otherwise, vectors float32."""
 
     q: Smem  # [tiles] tiles
     k: Smem  # [tiles] tiles
     decay: Smem  # float16 tile: log2 decays of the tile of channels, times GATE_SCALE
-    rows: Smem  # [2, 2] tiles: q and k with the factors of rows, of the first pass and of another; then a_qk and a_inv
+    rows_or_a: Any  # a pair in one place, see the properties `rows` and `a`
     square_norms: Smem  # [2, 1, C]
     log2_bias: Smem  # [tiles, 64], where there is a gate
     resets: Smem  # [C], where sequences are packed
     iota: Smem  # [1, C] int32
     # None of these where the caller has the A matrices.
     least: Smem  # [C]: of a row the least sum of log2 decays since its block began
-    beta: Smem  # [1, C]
+    beta: Smem  # [1 or 2, C], as in global memory
     beta_scaling: Smem  # [2, C]
     lower: Smem  # float16 tile: what is inverted
     inverse_work: Smem  # float16 tile
+
+    @property
+    def rows(self) -> Smem:
+        """[2, 2] bf16 tiles: q and k with the factors of rows, of the first pass and of another."""
+        return self.rows_or_a[0]
+
+    @property
+    def a(self) -> Smem:
+        """[2] tiles, of Q and K: a_qk and a_inv."""
+        return self.rows_or_a[1]
 
 
 class IntraKdaCta(NamedTuple):
@@ -124,7 +143,7 @@ def store_joined_qk(ctx: IntraKdaCta, tile: Index, out_gmem: JoinedQK) -> None:
 
     def store(x: Reg, target: Gmem, target_columns: Index) -> None:
         tile_gmem = ctx.index.tile(target).at[:, target_columns]
-        store_from_layout(tile_gmem, x.astype(BF16))
+        store_from_layout(tile_gmem, x.astype(target.dtype))
 
     from_start = jnp.exp2(decays.from_start())
     store(ctx.qk.scaled(Q, tile) * from_start, out_gmem.qk_from_start, columns)
@@ -190,12 +209,16 @@ def store_a(ctx: IntraKdaCta, pairs: list[Pairs], out_gmem: IntraChunk) -> None:
     """a_qk, and a_inv through the inverse."""
     smem = ctx.smem
     commit_smem()  # the last pass has read its rows
-    a_qk_smem = smem.rows.at[0, Q]
-    a_inv_smem = smem.rows.at[0, K]
+    a_qk_smem = smem.a.at[Q]
+    a_inv_smem = smem.a.at[K]
     for block, (qk, kk) in enumerate(pairs):
         zero = zeros(CHUNK, BLOCK)
         qk = jnp.where(kda_blocks.causal_columns(block, strictly=False), qk, zero)
-        write_transposed(kda_blocks.block_rows(a_qk_smem, block), qk.astype(BF16))
+        if smem.beta.shape[0] > 1:
+            diagonal = load_with_layout(smem.beta.at[1], ROWS)
+            qk = with_diagonal(qk, diagonal, block)
+        a_qk_rows = kda_blocks.block_rows(a_qk_smem, block)
+        write_transposed(a_qk_rows, qk.astype(a_qk_smem.dtype))
         kk = jnp.where(kda_blocks.causal_columns(block, strictly=True), kk, zero)
         kk = scaled_block(ctx, block, -kk)
         write_transposed(kda_blocks.block_rows(smem.lower, block), kk.astype(F16))
@@ -275,11 +298,11 @@ def intra_kda(
     kernel = Kernel(
         name="jfla_intra_kda_mma",
         inputs=IntraKdaInputs(operands, beta, zero_operand()),
-        outputs=_output_shapes(grid, key_dim, beta is not None),
+        outputs=_output_shapes(operands.q, grid, beta is not None),
         num_ctas=grid.num_tiles,
         num_warpgroups=1,
         registers=(),
-        smem=_shared_storage(operands, options, num_tiles, beta is not None),
+        smem=_shared_storage(operands, options, num_tiles, beta),
         barriers=None,
         body=body,
     )
@@ -288,19 +311,27 @@ def intra_kda(
     )
 
 
-def _output_shapes(grid: ChunkGrid, key_dim: int, with_a: bool) -> IntraKdaOutputs:
-    qk_from_start: Gmem = jax.ShapeDtypeStruct((*grid.shape, CHUNK, 2 * key_dim), BF16)
-    k_to_end: Gmem = jax.ShapeDtypeStruct((*grid.shape, CHUNK, key_dim), BF16)
-    chunk_decay: Gmem = jax.ShapeDtypeStruct((*grid.shape, key_dim), F32)
-    square: Gmem = jax.ShapeDtypeStruct((*grid.shape, CHUNK, CHUNK), BF16)
+def _output_shapes(q: Rows, grid: ChunkGrid, with_a: bool) -> IntraKdaOutputs:
+    key_dim = q.shape[-1]
+
+    def of_chunk(*shape: int, dtype: DTypeLike = q.dtype) -> Gmem:
+        return jax.ShapeDtypeStruct((*grid.shape, *shape), dtype)
+
+    qk_from_start = of_chunk(CHUNK, 2 * key_dim)
+    k_to_end = of_chunk(CHUNK, key_dim)
+    chunk_decay = of_chunk(key_dim, dtype=F32)
+    square = of_chunk(CHUNK, CHUNK)
     intra = IntraChunk(square, square) if with_a else None
     return IntraKdaOutputs(JoinedQK(qk_from_start, k_to_end, chunk_decay), intra)
 
 
 def _shared_storage(
-    operands: QkgOperands, options: QkOptions, num_tiles: int, with_a: bool
+    operands: QkgOperands, options: QkOptions, num_tiles: int, beta: Gmem
 ) -> SharedStorage:
-    def tiles(*lead: int, dtype: DTypeLike = BF16) -> MemorySpec:
+    own = operands.q.dtype
+    with_a = beta is not None
+
+    def tiles(*lead: int, dtype: DTypeLike = own) -> MemorySpec:
         return tile_smem(*lead, CHUNK, TILE_K, dtype=dtype)
 
     def vectors(*shape: int) -> MemorySpec:
@@ -310,12 +341,12 @@ def _shared_storage(
         q=tiles(num_tiles),
         k=tiles(num_tiles),
         decay=tiles(dtype=F16),
-        rows=tiles(2, 2) if with_a else None,
+        rows_or_a=in_one_place(tiles(2, 2, dtype=BF16), tiles(2)) if with_a else None,
         square_norms=vectors(2, 1, CHUNK) if options.qk_norm else None,
         log2_bias=None if options.no_gate else vectors(num_tiles, TILE_K),
         resets=None if operands.resets is None else vectors(CHUNK),
         least=vectors(CHUNK) if with_a else None,
-        beta=vectors(1, CHUNK) if with_a else None,
+        beta=vectors(beta.shape[3], CHUNK) if with_a else None,
         beta_scaling=vectors(2, CHUNK) if with_a else None,
         lower=tiles(dtype=F16) if with_a else None,
         inverse_work=tiles(dtype=F16) if with_a else None,

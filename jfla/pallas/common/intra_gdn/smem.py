@@ -14,11 +14,10 @@ from jfla.pallas.common.chunk_index import TILE_K, ChunkGrid, ChunkIndex
 from jfla.pallas.common.packed_rows import INPUTS, Rows, places_of
 from jfla.pallas.common.qk_tiles import QkOptions, QkTiles
 from jfla.pallas.common.results import RingChunks
-from jfla.pallas.context import interpreting
 from jfla.pallas.machine import on_hopper
 from jfla.pallas.mgpu.opaque import opaque_zero
 from jfla.pallas.mgpu.scheduler import WorkTile
-from jfla.pallas.mgpu.smem import F16, F32, tile_smem
+from jfla.pallas.mgpu.smem import F16, F32, in_one_place, tile_smem
 from jfla.pallas.mgpu.types import Barrier, Gmem, Index, MemorySpec, Smem
 from jfla.stages import (
     IntraChunk,
@@ -229,15 +228,13 @@ def _qk_smem(spec: IntraGdnSpec) -> MemorySpec:
     """All warpgroups' tiles of q or of k, and as many float16 ones; each uses its last.
 
     With more than one tile the two share their memory: the inverse is computed when the dots have
-    read q and k. With one tile they lie apart, because a_qk and a_inv are staged in it. The race
-    detector of interpret mode takes the tiles of all warpgroups for one buffer, so there they lie
-    apart too.
+    read q and k. With one tile they lie apart, because a_qk and a_inv are staged in it.
     """
     shape = (spec.wgs_per_cta, spec.num_tiles, CHUNK, TILE_K)
     own_tiles = tile_smem(*shape, dtype=spec.dtype)
     f16_tiles = tile_smem(*shape, dtype=F16)
-    if spec.num_tiles > 1 and not interpreting():
-        return plgpu.RefUnion(own_tiles, f16_tiles)
+    if spec.num_tiles > 1:
+        return in_one_place(own_tiles, f16_tiles)
     return own_tiles, f16_tiles
 
 

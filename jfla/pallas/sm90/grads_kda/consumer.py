@@ -175,7 +175,7 @@ def normalise(ctx: GradsKdaWarpgroup) -> None:
         factor = ctx.inv_norm(which, ROWS) * ctx.spec.options.factor(which)
         x = widened(load_matrix(tile)) * per_row(factor, TILE_K)
         # A warp reads and writes the same rows.
-        write(tile, x.astype(BF16))
+        write(tile, x.astype(tile.dtype))
 
 
 def store_grads(
@@ -217,7 +217,7 @@ def finish_dx(ctx: GradsKdaWarpgroup, which: int, dx: Reg, target_gmem: Rows) ->
         store = functools.partial(store_transposed, dx)
         ctx.for_own_rows(target_gmem, store)
     else:
-        write_transposed(ctx.own_qk_tile(which), dx.astype(BF16))
+        write_transposed(ctx.own_qk_tile(which), dx.astype(target_gmem.dtype))
 
 
 def all_tokens(ctx: GradsKdaWarpgroup, which: int) -> Reg:

@@ -89,17 +89,18 @@ class GradsKdaSpec(NamedTuple):
 
 
 class SharedStorage(NamedTuple):
-    """Shared memory of a CTA: tiles are [C, 64] bf16 unless said otherwise, vectors [64] float32."""
+    """Shared memory of a CTA: tiles are [C, 64] in the dtype of q unless said otherwise, vectors [64] float32."""
 
     states: Smem  # [stages, 2, tiles] tiles: 64 rows of S^T and of dS^T
     values: Smem  # [stages, 3] tiles: do, dv, v_new
     q: Smem  # [tiles] tiles; then dq
     k: Smem  # [tiles] tiles; then dk
-    weights: Smem  # [2] tiles: W_q and W_k, strictly lower; then x dx of the norms' VJP, a tile of each consumer
+    # [2] bf16 tiles: W_q and W_k, strictly lower; then x dx of the norms' VJP, a tile of each consumer
+    weights: Smem
     log2_decay: Smem  # [tiles] float16 tiles, times GATE_SCALE
     sum_matrices: Smem  # [2] float16 tiles: SUM_MATRICES
     block_spans: Smem  # [1, NUM_BLOCK_SPANS, C] float16
-    after: Smem  # [1] tile
+    after: Smem  # [1] bf16 tile
     block_decay: Smem  # [tiles, NUM_BLOCK_SPANS] vectors, by channels: the decays over `block_spans`
     least: Smem  # [tiles] vectors, by channels: the least sum within a block
     diagonals: Smem  # [2] vectors: do . v_new and dv . v_new of every token
@@ -269,8 +270,9 @@ def grads_kda_storage(spec: GradsKdaSpec, operands: QkgOperands) -> SharedStorag
 
 def _storage(spec: GradsKdaSpec, operands: QkgOperands, stages: int) -> SharedStorage:
     num_tiles = spec.num_tiles
+    own = operands.q.dtype
 
-    def tiles(*lead: int, rows: int = CHUNK, dtype: DTypeLike = BF16) -> MemorySpec:
+    def tiles(*lead: int, rows: int = CHUNK, dtype: DTypeLike = own) -> MemorySpec:
         return tile_smem(*lead, rows, TILE_K, dtype=dtype)
 
     def vectors(*lead: int) -> MemorySpec:
@@ -281,11 +283,11 @@ def _storage(spec: GradsKdaSpec, operands: QkgOperands, stages: int) -> SharedSt
         values=tiles(stages, 3),
         q=tiles(num_tiles),
         k=tiles(num_tiles),
-        weights=tiles(2),
+        weights=tiles(2, dtype=BF16),
         log2_decay=tiles(num_tiles, dtype=F16),
         sum_matrices=tiles(len(SUM_MATRICES), dtype=F16),
         block_spans=tiles(1, rows=NUM_BLOCK_SPANS, dtype=F16),
-        after=tiles(1),
+        after=tiles(1, dtype=BF16),
         block_decay=vectors(num_tiles, NUM_BLOCK_SPANS),
         least=vectors(num_tiles),
         diagonals=vectors(2),

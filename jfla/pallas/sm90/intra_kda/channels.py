@@ -151,7 +151,8 @@ def write_later_columns(ctx: IntraKdaWarpgroup, with_pairs: bool) -> None:
         ctx.decay_sums(COLUMN_SUMS)
     )
     k_to_end = column * load_per_block(block_decay, TO_CHUNK_END)
-    write(ctx.smem.k_to_end.at[ctx.wg], k_to_end.astype(BF16))
+    target = ctx.smem.k_to_end.at[ctx.wg]
+    write(target, k_to_end.astype(target.dtype))
     if with_pairs:
         store_later_columns(ctx, column)
 
@@ -173,7 +174,7 @@ def write_rows(ctx: IntraKdaWarpgroup, num_passes: Index | None) -> None:
         if with_pairs:
             store_rows(ctx, which, row)
         # In place: a warp reads and writes the same rows.
-        write(tiles.at[ctx.wg], (row * from_start).astype(BF16))
+        write(tiles.at[ctx.wg], (row * from_start).astype(tiles.dtype))
     if with_pairs:
         store_columns_of(ctx, scaled(ctx, K, k) * growth(sums), distance=0)
 

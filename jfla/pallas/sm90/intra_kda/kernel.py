@@ -18,14 +18,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfla.pallas.common.chunk_index import CHANNEL_BLOCK, TILE_K, ChunkGrid, PartGrid
 from jfla.pallas.common.decay_sums import SUM_MATRICES, block_spans, stack_matrices
-from jfla.pallas.common.packed_rows import INPUTS, places_of
+from jfla.pallas.common.packed_rows import INPUTS, Rows, places_of
 from jfla.pallas.common.qk_tiles import QkgOperands, QkOptions, QkTiles
 from jfla.pallas.common.results import IntraResults, RingChunks
 from jfla.pallas.mgpu.branches import when
 from jfla.pallas.mgpu.overlap import Kernel, PendingResults, ReadyFlags
 from jfla.pallas.mgpu.registers import leave_registers, take_registers
 from jfla.pallas.mgpu.scheduler import TileScheduler, WorkTile
-from jfla.pallas.mgpu.smem import BF16, F16, F32
+from jfla.pallas.mgpu.smem import F16, F32
 from jfla.pallas.mgpu.types import Gmem, Index
 from jfla.pallas.sm90.intra_kda.channels import channel_warpgroup, finish
 from jfla.pallas.sm90.intra_kda.pairs import pairs_warpgroup
@@ -58,7 +58,8 @@ def intra_kda(
 ) -> PendingResults:
     """On the host: the kernel that makes `IntraResults` of every chunk, not launched yet.
 
-    `beta` is [B, HV, N, 1, C], or None where the caller has the A matrices: `intra` of the results is then None.
+    `beta` is [B, HV, N, 1, C], or None where the caller has the A matrices: `intra` of the results is then None. Behind
+    beta the diagonal of a_qk may stand, [B, HV, N, 2, C]: where it is float16, its digits are more than the pairs have.
     """
     batch, time, _, key_dim = gmem.q.shape
     num_blocks = max(key_dim // CHANNEL_BLOCK, 1)
@@ -67,7 +68,8 @@ def intra_kda(
     grid = PartGrid(chunks, num_blocks, num_tiles)
     scheduler = TileScheduler(grid.num_parts, num_ctas)
     with_pairs = beta is not None
-    inverts = with_pairs and num_blocks == 1
+    # With several blocks of channels `sum_blocks` inverts.
+    own_beta = beta if num_blocks == 1 else None
     num_warpgroups = num_tiles + with_pairs
     limits = _register_limits(num_warpgroups)
 
@@ -134,13 +136,13 @@ def intra_kda(
 
     kernel = Kernel(
         name="jfla_intra_kda",
-        inputs=_operands(gmem, beta if inverts else None),
-        outputs=_output_shapes(grid, key_dim, with_pairs, options.qk_norm, ring),
+        inputs=_operands(gmem, own_beta),
+        outputs=_output_shapes(gmem.q, grid, with_pairs, options.qk_norm, ring),
         num_ctas=scheduler.num_ctas,
         num_warpgroups=num_warpgroups,
         registers=limits,
-        smem=SharedStorage.specs(gmem, options, num_tiles, with_pairs, inverts),
-        barriers=Barriers.specs(gmem, options, num_tiles),
+        smem=SharedStorage.specs(gmem, options, num_tiles, with_pairs, own_beta),
+        barriers=Barriers.specs(gmem, options, num_tiles, own_beta),
         body=body,
     )
 
@@ -175,19 +177,20 @@ def _intra_results(outputs: IntraKdaOutputs, beta: Gmem) -> IntraResults:
     if outputs.a_qk is not None:
         intra = IntraChunk(outputs.a_qk, outputs.a_inv)
     elif outputs.block_sums is not None:
-        intra = sum_blocks(outputs.block_sums, beta)
+        intra = sum_blocks(outputs.block_sums, beta, outputs.k_to_end.dtype)
     return IntraResults(qk, intra, outputs.inv_norms)
 
 
 def _output_shapes(
-    grid: PartGrid, key_dim: int, with_pairs: bool, qk_norm: bool, ring: RingChunks
+    q: Rows, grid: PartGrid, with_pairs: bool, qk_norm: bool, ring: RingChunks
 ) -> IntraKdaOutputs:
     """On the host: a `jax.ShapeDtypeStruct` for each."""
+    key_dim = q.shape[-1]
     of_qk = grid.chunks.ring_shape(ring.qk)
     of_intra = grid.chunks.ring_shape(ring.intra)
-    qk_from_start = jax.ShapeDtypeStruct((*of_qk, CHUNK, 2 * key_dim), BF16)
-    k_to_end = jax.ShapeDtypeStruct((*of_qk, CHUNK, key_dim), BF16)
-    square = jax.ShapeDtypeStruct((*of_intra, CHUNK, CHUNK), BF16)
+    qk_from_start = jax.ShapeDtypeStruct((*of_qk, CHUNK, 2 * key_dim), q.dtype)
+    k_to_end = jax.ShapeDtypeStruct((*of_qk, CHUNK, key_dim), q.dtype)
+    square = jax.ShapeDtypeStruct((*of_intra, CHUNK, CHUNK), q.dtype)
     decay = jax.ShapeDtypeStruct((*of_qk, key_dim), F32)
     one_block = grid.num_blocks == 1
     a = square if with_pairs and one_block else None

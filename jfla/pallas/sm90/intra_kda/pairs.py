@@ -30,10 +30,10 @@ from jfla.pallas.mgpu.copies import (
 from jfla.pallas.mgpu.iota import per_column, per_row
 from jfla.pallas.mgpu.layouts import COLS, ROWS
 from jfla.pallas.mgpu.mma import dots, load, zeros
-from jfla.pallas.mgpu.smem import BF16, F16, transposed
+from jfla.pallas.mgpu.smem import F16, transposed
 from jfla.pallas.mgpu.triangular import TriangularInverse
 from jfla.pallas.mgpu.types import Gmem, Index, Reg, Smem
-from jfla.pallas.mgpu.warp_blocks import mask_behind, only_block
+from jfla.pallas.mgpu.warp_blocks import mask_behind, only_block, with_diagonal
 from jfla.pallas.sm90.intra_kda.smem import (
     COLUMN_BLOCKS,
     IntraKdaOutputs,
@@ -111,12 +111,19 @@ def store_a(ctx: IntraKdaWarpgroup, pairs: Pairs, outputs: IntraKdaOutputs) -> N
     scaling = ctx.smem.beta_scaling
     zero = ctx.zero
     a_qk = ctx.smem.a_qk
+    qk_dots = ctx.smem.qk_dots
+    if qk_dots is not None:
+        plgpu.barrier_wait(ctx.barriers.beta_full)
     for block in range(NUM_BLOCKS):
         x = mask_behind(pairs[block], block, Q, strictly=False)
-        write_transposed(_rows(a_qk, block), x.astype(BF16))
+        if qk_dots is not None:
+            diagonal = load_with_layout(qk_dots.at[0], ROWS)
+            x = with_diagonal(x, diagonal, block)
+        write_transposed(_rows(a_qk, block), x.astype(a_qk.dtype))
     commit_smem()
     store_tile(a_qk, index.tile(outputs.a_qk))
-    plgpu.barrier_wait(ctx.barriers.beta_full)
+    if qk_dots is None:
+        plgpu.barrier_wait(ctx.barriers.beta_full)
     write_beta_scaling(scaling.at[0], scaling)
     commit_smem()
     lower = inverse_smem.at[zero]

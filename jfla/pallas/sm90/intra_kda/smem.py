@@ -17,7 +17,6 @@ from jfla.pallas.common.decay_sums import NUM_BLOCK_SPANS, ROW_SUMS, SUM_MATRICE
 from jfla.pallas.common.packed_rows import INPUTS, places_of
 from jfla.pallas.common.pair_passes import BLOCK, NUM_BLOCKS, SHIFT, passes_of
 from jfla.pallas.common.qk_tiles import QkgOperands, QkOptions, QkTiles
-from jfla.pallas.context import interpreting
 from jfla.pallas.mgpu.branches import when
 from jfla.pallas.mgpu.columns import join_columns, split_columns, widened
 from jfla.pallas.mgpu.copies import (
@@ -30,7 +29,14 @@ from jfla.pallas.mgpu.mma import dot, filled, zeros
 from jfla.pallas.mgpu.opaque import opaque_zero
 from jfla.pallas.mgpu.overlap import ReadyFlags
 from jfla.pallas.mgpu.scheduler import WorkTile
-from jfla.pallas.mgpu.smem import BF16, F16, F32, tile_smem, transposed
+from jfla.pallas.mgpu.smem import (
+    BF16,
+    F16,
+    F32,
+    in_one_place,
+    tile_smem,
+    transposed,
+)
 from jfla.pallas.mgpu.types import Barrier, Gmem, Index, MemorySpec, Reg, Smem
 from jfla.types import CHUNK
 
@@ -70,7 +76,7 @@ class IntraKdaOperands(NamedTuple):
     """What the kernel reads."""
 
     qkg: QkgOperands
-    beta: Gmem  # [B, HV, N, 1, C], or None where the kernel inverts nothing
+    beta: Gmem  # [B, HV, N, 1 or 2, C]: beta, and `qk_dots`; or None where the kernel inverts nothing
     sum_matrices: Gmem  # SUM_MATRICES, float16
     block_spans: Gmem  # [NUM_BLOCK_SPANS, C] float16: see `decay_sums.block_spans`
 
@@ -94,7 +100,7 @@ class IntraKdaOutputs(NamedTuple):
 
 
 class SharedStorage(NamedTuple):
-    """A tile is [C, 64] bf16 unless said otherwise; `tiles` counts those of 64 channels, one for each warpgroup."""
+    """Tiles are [C, 64] in the dtype of q unless said otherwise; `tiles` counts those of 64 channels, a warpgroup's."""
 
     sum_matrices: Smem  # [2] float16 tiles: SUM_MATRICES
     block_spans: Smem  # [NUM_BLOCK_SPANS, C] float16
@@ -108,12 +114,13 @@ class SharedStorage(NamedTuple):
     resets: Smem  # [2 chunks, tiles, C], where sequences are packed
     # None of these where the caller has the A matrices.
     least: Smem  # [2 chunks, tiles, C]: by channels, the least sum within a block
-    rows: Smem  # [tiles, 2 C, 64]: q and k as the rows of A, a block of q and then the same of k
-    columns: Smem  # [tiles, 16 NUM_COLUMN_BLOCKS, 64]: k as the columns of A
+    rows: Smem  # [tiles, 2 C, 64] bf16: q and k as the rows of A, a block of q and then the same of k
+    columns: Smem  # [tiles, 16 NUM_COLUMN_BLOCKS, 64] bf16: k as the columns of A
     # None of these where the kernel inverts nothing.
     a_qk: Smem  # tile
     inverse: Smem  # a pair: see `_inverse_smem`
     beta_scaling: Smem  # [2, C]: beta, then its scaling
+    qk_dots: Smem  # [1, C]: the diagonal of a_qk, where the caller has it
 
     @classmethod
     def specs(
@@ -122,11 +129,14 @@ class SharedStorage(NamedTuple):
         options: QkOptions,
         num_tiles: int,
         with_pairs: bool,
-        inverts: bool,
+        beta: Gmem,
     ) -> "SharedStorage":
-        """On the host: what a CTA asks for, as it computes pairs of tokens and inverts, or not."""
+        """On the host: what a CTA asks for, as it computes pairs of tokens and, given beta, inverts; or not."""
 
-        def tiles(*lead: int, rows: int = CHUNK, dtype: DTypeLike = BF16) -> MemorySpec:
+        own = gmem.q.dtype
+        inverts = beta is not None
+
+        def tiles(*lead: int, rows: int = CHUNK, dtype: DTypeLike = own) -> MemorySpec:
             return tile_smem(*lead, rows, TILE_K, dtype=dtype)
 
         def vectors(*lead: int) -> MemorySpec:
@@ -144,13 +154,14 @@ class SharedStorage(NamedTuple):
             log2_bias=None if options.no_gate else vectors(2, num_tiles),
             resets=None if gmem.resets is None else vectors(2, num_tiles),
             least=vectors(2, num_tiles) if with_pairs else None,
-            rows=tiles(num_tiles, rows=2 * CHUNK) if with_pairs else None,
-            columns=tiles(num_tiles, rows=BLOCK * NUM_COLUMN_BLOCKS)
+            rows=tiles(num_tiles, rows=2 * CHUNK, dtype=BF16) if with_pairs else None,
+            columns=tiles(num_tiles, rows=BLOCK * NUM_COLUMN_BLOCKS, dtype=BF16)
             if with_pairs
             else None,
             a_qk=tiles() if inverts else None,
-            inverse=_inverse_smem() if inverts else None,
+            inverse=_inverse_smem(own) if inverts else None,
             beta_scaling=vectors(2) if inverts else None,
+            qk_dots=vectors(1) if inverts and beta.shape[3] > 1 else None,
         )
 
     @property
@@ -164,24 +175,16 @@ class SharedStorage(NamedTuple):
         return self.decay_union[1]
 
 
-def _union(first: MemorySpec, second: MemorySpec) -> MemorySpec:
-    """Two buffers of one tiling in the same memory.
-
-    The race detector of interpret mode would take them for one buffer, so there they lie apart.
-    """
-    return (first, second) if interpreting() else plgpu.RefUnion(first, second)
-
-
 def _decay_smem(num_tiles: int) -> MemorySpec:
     """log2 decays; and further pairs, which are made when the decays have been summed."""
     decays = tile_smem(num_tiles, CHUNK, TILE_K, dtype=F16)
-    return _union(decays, tile_smem(num_tiles, CHUNK, TILE_K))
+    return in_one_place(decays, tile_smem(num_tiles, CHUNK, TILE_K))
 
 
-def _inverse_smem() -> MemorySpec:
+def _inverse_smem(dtype: DTypeLike) -> MemorySpec:
     """A tile for a_inv, which comes last; and [2] float16 tiles: what is inverted, and scratch."""
-    a_inv = tile_smem(CHUNK, CHUNK)
-    return _union(a_inv, tile_smem(2, CHUNK, CHUNK, dtype=F16))
+    a_inv = tile_smem(CHUNK, CHUNK, dtype=dtype)
+    return in_one_place(a_inv, tile_smem(2, CHUNK, CHUNK, dtype=F16))
 
 
 class Barriers(NamedTuple):
@@ -197,7 +200,9 @@ class Barriers(NamedTuple):
     stores_ended: Barrier  # of the channel warpgroups, of the chunk before; where a scan waits for it
 
     @classmethod
-    def specs(cls, gmem: QkgOperands, options: QkOptions, num_tiles: int) -> "Barriers":
+    def specs(
+        cls, gmem: QkgOperands, options: QkOptions, num_tiles: int, beta: Gmem
+    ) -> "Barriers":
         """On the host: arrivals are copies that a phase waits for, or warpgroups that meet."""
         has_bias = not options.no_gate
         has_resets = gmem.resets is not None
@@ -210,7 +215,7 @@ class Barriers(NamedTuple):
             pairs_full=plgpu.Barrier(num_barriers=num_tiles),
             pairs_empty=plgpu.Barrier(num_barriers=num_tiles),
             further_empty=plgpu.Barrier(num_barriers=num_tiles),
-            beta_full=plgpu.Barrier(),
+            beta_full=plgpu.Barrier(num_arrivals=1 if beta is None else beta.shape[3]),
             stores_ended=plgpu.Barrier(num_arrivals=num_tiles),
         )
 
@@ -319,7 +324,9 @@ class IntraKdaWarpgroup(NamedTuple):
             self.ready_flags.signal(previous.index.flag)
 
     def prefetch_beta(self) -> None:
-        """Starts the copy of beta."""
+        """Starts the copies of beta, and of the diagonal of a_qk where it is given."""
         source = self.qk.index.tile(self.gmem.beta)
         copies = Copies(self.barriers.beta_full)
         copies.start(source.at[0], self.smem.beta_scaling.at[0])
+        if self.smem.qk_dots is not None:
+            copies.start(source.at[1], self.smem.qk_dots.at[0])

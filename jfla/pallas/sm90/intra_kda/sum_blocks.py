@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 
 from jfla.pallas.common.beta_scaling import (
     scale_rows_and_columns,
@@ -14,14 +15,21 @@ from jfla.pallas.common.beta_scaling import (
     write_beta_scaling,
 )
 from jfla.pallas.common.chunk_index import ChunkIndex
+from jfla.pallas.common.pair_passes import BLOCK
 from jfla.pallas.common.qk_tiles import K, Q
-from jfla.pallas.mgpu.copies import commit_smem, write_transposed
+from jfla.pallas.mgpu.columns import join_columns, split_columns
+from jfla.pallas.mgpu.copies import (
+    commit_smem,
+    load_with_layout,
+    write_transposed,
+)
 from jfla.pallas.mgpu.launch import launch
-from jfla.pallas.mgpu.layouts import WGMMA
+from jfla.pallas.mgpu.layouts import ROWS, WGMMA
 from jfla.pallas.mgpu.opaque import opaque_zero
-from jfla.pallas.mgpu.smem import BF16, F16, F32, tile_smem
+from jfla.pallas.mgpu.smem import F16, F32, tile_smem
 from jfla.pallas.mgpu.triangular import TriangularInverse
 from jfla.pallas.mgpu.types import Barrier, Gmem, Reg, Smem
+from jfla.pallas.mgpu.warp_blocks import with_diagonal
 from jfla.stages import IntraChunk
 from jfla.types import CHUNK
 
@@ -30,21 +38,21 @@ class SumBlocksInputs(NamedTuple):
     """What the kernel reads."""
 
     block_sums: Gmem  # [B, HV, N, blocks, 2, C, C] float32: terms of (q D k^T)^T and (k D k^T)^T
-    beta: Gmem  # [B, HV, N, 1, C] float32
+    beta: Gmem  # [B, HV, N, 1 or 2, C] float32: beta, and the diagonal of a_qk where the caller has it
 
 
 class SharedStorage(NamedTuple):
     """Shared memory of a CTA: its one warpgroup's."""
 
     beta_scaling: Smem  # [2, C]: beta, then `write_beta_scaling`
-    a_qk: Smem  # [C, C] bf16
-    a_inv: Smem  # [C, C] bf16
+    a_qk: Smem  # [C, C] in the dtype of q
+    a_inv: Smem  # [C, C] in the dtype of q
     lower: Smem  # [C, C] float16: what is inverted
     work: Smem  # [C, C] float16: of the inverse
 
 
-def sum_blocks(block_sums: jax.Array, beta: jax.Array) -> IntraChunk:
-    """On the host: launches the kernel, a CTA of one warpgroup for each chunk of a value head."""
+def sum_blocks(block_sums: jax.Array, beta: jax.Array, dtype: DTypeLike) -> IntraChunk:
+    """On the host: launches the kernel, a CTA of one warpgroup a chunk of a value head. Results are in `dtype`."""
     batch, heads, n_chunks, num_blocks, *_ = block_sums.shape
 
     def body(
@@ -66,7 +74,12 @@ def sum_blocks(block_sums: jax.Array, beta: jax.Array) -> IntraChunk:
             loaded = [plgpu.load(x, layout=WGMMA, optimized=False) for x in blocks]
             return functools.reduce(jnp.add, loaded)
 
-        write_transposed(smem.a_qk, total(Q).astype(BF16))
+        a_qk = total(Q)
+        if gmem.beta.shape[3] > 1:
+            diagonal = load_with_layout(index.tile(gmem.beta).at[1], ROWS)
+            blocks = enumerate(split_columns(a_qk, BLOCK))
+            a_qk = join_columns([with_diagonal(x, diagonal, n) for n, x in blocks])
+        write_transposed(smem.a_qk, a_qk.astype(dtype))
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(smem.a_qk, index.tile(intra_gmem.a_qk))
         plgpu.barrier_wait(beta_full)
@@ -80,7 +93,7 @@ def sum_blocks(block_sums: jax.Array, beta: jax.Array) -> IntraChunk:
         plgpu.copy_smem_to_gmem(smem.a_inv, index.tile(intra_gmem.a_inv))
         plgpu.wait_smem_to_gmem(0)
 
-    square: Gmem = jax.ShapeDtypeStruct((batch, heads, n_chunks, CHUNK, CHUNK), BF16)
+    square: Gmem = jax.ShapeDtypeStruct((batch, heads, n_chunks, CHUNK, CHUNK), dtype)
     return launch(
         body,
         SumBlocksInputs(block_sums, beta),
@@ -89,8 +102,8 @@ def sum_blocks(block_sums: jax.Array, beta: jax.Array) -> IntraChunk:
         num_warpgroups=1,
         smem=SharedStorage(
             beta_scaling=plgpu.SMEM((2, CHUNK), F32),
-            a_qk=tile_smem(CHUNK, CHUNK),
-            a_inv=tile_smem(CHUNK, CHUNK),
+            a_qk=tile_smem(CHUNK, CHUNK, dtype=dtype),
+            a_inv=tile_smem(CHUNK, CHUNK, dtype=dtype),
             lower=tile_smem(CHUNK, CHUNK, dtype=F16),
             work=tile_smem(CHUNK, CHUNK, dtype=F16),
         ),

@@ -1,0 +1,89 @@
+"""Powers of two that bring cotangents into float16's range, from the caller's to those that the kernels read; and back.
+
+A loss may be scaled, and be a mean: float16 then overflows in a sum over tokens, or has no digits. Gradients are linear
+in the cotangents of one sequence, and a power of two changes no digit. Every sequence has its own, so that none depends
+on another.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jfla.pallas.mgpu.smem import F32
+from jfla.parallel.varying import vary_with
+from jfla.types import Inputs, Options, State, Value
+
+# The power of two below which the largest cotangent of a sequence is brought. A write strength of 0 stands as 2^-12, by
+# which dv is that much smaller than other cotangents: KDA leaves it digits. GDN's weights of pairs are float16, too,
+# and products of cotangents with values: they would overflow with values of some hundreds.
+KDA_EXPONENT = 7
+GDN_EXPONENT = 1
+_SMALLEST = -100  # exponent of a cotangent: the factor, too, is a float32
+
+
+class CotangentScale(NamedTuple):
+    """Factors of the cotangents that the kernels read."""
+
+    of_tokens: Float[Array, "B T"] | Float[Array, "B 1"]
+    of_states: Float[Array, " B"] | Float[Array, "B S"]
+
+    def scaled(
+        self, d_output: Value, d_final: State | None
+    ) -> tuple[Value, State | None]:
+        """Cotangents of the results, in float32."""
+        d_output = _times(d_output.astype(F32), self.of_tokens)
+        return d_output, None if d_final is None else _times(d_final, self.of_states)
+
+    def unscaled(self, d: Inputs) -> Inputs:
+        """Cotangents of the arguments, of which none is the gate's."""
+        state = d.initial_state
+        if state is not None:
+            state = _times(state, 1 / self.of_states)
+        tokens = jax.tree.map(
+            lambda x: _times(x, 1 / self.of_tokens), d._replace(initial_state=None)
+        )
+        return tokens._replace(initial_state=state)
+
+
+def cotangent_scale(
+    inputs: Inputs, options: Options, d_output: Value, d_final: State | None
+) -> CotangentScale:
+    """Of every row, or of every segment of packed rows."""
+    exponent = GDN_EXPONENT if options.op.scalar_gate else KDA_EXPONENT
+    of_tokens = jnp.max(jnp.abs(d_output.astype(F32)), axis=(2, 3))
+    ids = inputs.segment_ids
+    if ids is None:
+        largest = jnp.max(of_tokens, axis=1)
+        if d_final is not None:
+            largest = jnp.maximum(largest, _largest(d_final, axes=1))
+        scale = _to_exponent(largest, exponent)
+        return CotangentScale(scale[:, None], scale)
+    num_segments = options.num_segments or ids.shape[1]
+    largest = vary_with(jnp.zeros((ids.shape[0], 1 + num_segments), F32), of_tokens)
+    largest = jax.vmap(lambda x, i, y: x.at[i].max(y))(largest, ids, of_tokens)
+    if d_final is not None:
+        largest = largest.at[:, 1:].max(_largest(d_final, axes=2))
+    scale = _to_exponent(largest, exponent)
+    return CotangentScale(jnp.take_along_axis(scale, ids, axis=1), scale[:, 1:])
+
+
+def _largest(x: Float[Array, "*rest"], axes: int) -> Float[Array, "..."]:
+    """The largest absolute value over all axes but the first ones."""
+    return jnp.max(jnp.abs(x.astype(F32)), axis=tuple(range(axes, x.ndim)))
+
+
+def _to_exponent(largest: Float[Array, "*x"], exponent: int) -> Float[Array, "*x"]:
+    """The power of two that brings these below 2^exponent, and not below half of it; 1 where there is none."""
+    usable = jnp.isfinite(largest) & (largest > 0)
+    _, own = jnp.frexp(jnp.where(usable, largest, 1.0))
+    return jnp.ldexp(jnp.ones_like(largest), exponent - jnp.maximum(own, _SMALLEST))
+
+
+def _times(
+    x: Float[Array, "*batch"], scale: Float[Array, "*first"]
+) -> Float[Array, "*batch"]:
+    """x with its first axes multiplied."""
+    factor = scale.reshape(*scale.shape, *(1,) * (x.ndim - scale.ndim))
+    return (x * factor).astype(x.dtype)
