@@ -287,7 +287,7 @@ def _scaled_backward(
     d_output: Value,
     d_final: State | None,
 ) -> Inputs:
-    if operand_dtype(inputs) != F16 or residuals.entered is not None:
+    if operand_dtype(inputs) != F16:
         return _backward(inputs, options, schedule, residuals, d_output, d_final)
     scale = cotangent_scale(inputs, options, d_output, d_final)
     scaled = scale.scaled(d_output, d_final)

@@ -2,15 +2,18 @@
 
 A loss may be scaled, and be a mean: float16 then overflows in a sum over tokens, or has no digits. Gradients are linear
 in the cotangents of one sequence, and a power of two changes no digit. Every sequence has its own, so that none depends
-on another.
+on another; but packed segments without states share one over several devices.
 """
 
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jax import lax
+from jaxtyping import Array, Float, Int
 
+from jfla._inputs.canonicalize import without_padding
+from jfla.packing import starts
 from jfla.pallas.mgpu.smem import F32
 from jfla.parallel.varying import vary_with
 from jfla.types import Inputs, Options, State, Value
@@ -26,7 +29,7 @@ _SMALLEST = -100  # exponent of a cotangent: the factor, too, is a float32
 class CotangentScale(NamedTuple):
     """Factors of the cotangents that the kernels read."""
 
-    of_tokens: Float[Array, "B T"] | Float[Array, "B 1"]
+    of_tokens: Float[Array, "B T"]
     of_states: Float[Array, " B"] | Float[Array, "B S"]
 
     def scaled(
@@ -50,23 +53,41 @@ class CotangentScale(NamedTuple):
 def cotangent_scale(
     inputs: Inputs, options: Options, d_output: Value, d_final: State | None
 ) -> CotangentScale:
-    """Of every row, or of every segment of packed rows."""
-    exponent = GDN_EXPONENT if options.op.scalar_gate else KDA_EXPONENT
-    of_tokens = jnp.max(jnp.abs(d_output.astype(F32)), axis=(2, 3))
-    ids = inputs.segment_ids
-    if ids is None:
-        largest = jnp.max(of_tokens, axis=1)
-        if d_final is not None:
-            largest = jnp.maximum(largest, _largest(d_final, axes=1))
-        scale = _to_exponent(largest, exponent)
-        return CotangentScale(scale[:, None], scale)
-    num_segments = options.num_segments or ids.shape[1]
-    largest = vary_with(jnp.zeros((ids.shape[0], 1 + num_segments), F32), of_tokens)
-    largest = jax.vmap(lambda x, i, y: x.at[i].max(y))(largest, ids, of_tokens)
+    """Of every row, or of every segment of packed rows; the same on all devices over which time is split."""
+    slot, num_slots = _slots(inputs, options)
+    of_tokens = _largest(without_padding(d_output, inputs.segment_ids), axes=2)
+    largest = vary_with(jnp.zeros((slot.shape[0], num_slots), F32), of_tokens)
+    largest = jax.vmap(lambda x, i, y: x.at[i].max(y))(largest, slot, of_tokens)
+    of_states = slice(int(options.per_segment_state), None)  # slot 0 is that of padding
     if d_final is not None:
-        largest = largest.at[:, 1:].max(_largest(d_final, axes=2))
+        # With one slot, the states along time are all of the row's.
+        axes = 2 if options.per_segment_state else 1
+        d_largest = _largest(d_final, axes).reshape(slot.shape[0], -1)
+        largest = largest.at[:, of_states].max(d_largest)
+    if options.sequence_axis is not None:
+        largest = lax.pmax(largest, options.sequence_axis)
+    exponent = GDN_EXPONENT if options.op.scalar_gate else KDA_EXPONENT
     scale = _to_exponent(largest, exponent)
-    return CotangentScale(jnp.take_along_axis(scale, ids, axis=1), scale[:, 1:])
+    scale_of_states = scale[:, of_states]
+    if not options.per_segment_state:
+        scale_of_states = scale_of_states[:, 0]
+    of_tokens = jnp.take_along_axis(scale, slot, axis=1)
+    return CotangentScale(of_tokens, scale_of_states)
+
+
+def _slots(inputs: Inputs, options: Options) -> tuple[Int[Array, "B T"], int]:
+    """The slot of every token's sequence, and how many there are.
+
+    Segments without states of their own have no static number; their ids may be any. In order they are no more than
+    tokens. Over several devices, each of which knows its own, a row has one slot.
+    """
+    ids = inputs.segment_ids
+    if ids is not None and options.per_segment_state:
+        assert options.num_segments is not None
+        return ids, 1 + options.num_segments
+    if ids is None or options.sequence_axis is not None:
+        return jnp.zeros(inputs.v.shape[:2], jnp.int32), 1
+    return jnp.cumsum(starts(ids), axis=1), ids.shape[1]
 
 
 def _largest(x: Float[Array, "*rest"], axes: int) -> Float[Array, "..."]:

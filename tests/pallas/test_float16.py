@@ -192,3 +192,26 @@ def test_a_packed_sequence_has_its_gradients_beside_any_other(op: str):
         factor = factor.reshape(*factor.shape, *(1,) * (one.ndim - factor.ndim))
         np.testing.assert_allclose(other, factor * one, rtol=1e-6, atol=1e-37)
         assert np.any(one)
+
+
+def test_ids_of_packed_sequences_may_be_any():
+    """More than there are tokens; they have no states, so that nothing says how many there are."""
+    arrays, do, _ = drawn("gdn", False)
+    arrays = rounded(arrays, "float16")
+    main = [arrays[name][:1] for name in ("q", "k", "v", "g", "beta")]
+    second = jnp.arange(TIME)[None] >= 30
+
+    def gradients(ids: jax.Array) -> tuple[jax.Array, ...]:
+        call = lambda *x: (
+            jfla.chunk_gdn(*x, segment_ids=ids, implementation="pallas").output
+        )
+        with jfla.pallas.interpret():
+            out, adjoint = jax.vjp(call, *main)
+            return adjoint(do[:1].astype(out.dtype))
+
+    dense = gradients(jnp.where(second, 2, 1))
+    sparse = gradients(jnp.where(second, 900, 7))
+    for one, other in zip(dense, sparse, strict=True):
+        np.testing.assert_array_equal(one, other)
+        assert np.all(np.isfinite(one))
+        assert np.any(one)

@@ -210,8 +210,16 @@ def test_interpreted_kernels_hand_the_state_on(monkeypatch, call, splits):
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize("op", ["kda", "gdn"])
-def test_kernels_compiled_for_four_gpus_send_maps_alone(op):
+@pytest.mark.parametrize(
+    ("op", "dtype"),
+    [
+        ("kda", "bfloat16"),
+        ("gdn", "bfloat16"),
+        pytest.param("kda", "float16", marks=pytest.mark.slow),
+        pytest.param("gdn", "float16", marks=pytest.mark.slow),
+    ],
+)
+def test_kernels_compiled_for_four_gpus_send_maps_alone(op, dtype):
     """Values and gradients of one sequence: maps, and gradients of what all devices share."""
     from jax.experimental import topologies
 
@@ -222,7 +230,7 @@ def test_kernels_compiled_for_four_gpus_send_maps_alone(op):
         np.array(topology.devices), ("t",), axis_types=(AxisType.Auto,)
     )
     arrays = jax.eval_shape(
-        lambda: inputs(Call(op, gates="raw", group=1, time=1024))[0]
+        lambda: inputs(Call(op, gates="raw", group=1, time=1024, dtype=dtype))[0]
     )
     arrays = {
         name: jax.ShapeDtypeStruct(
@@ -249,5 +257,6 @@ def test_kernels_compiled_for_four_gpus_send_maps_alone(op):
     ]
     sizes = [math.prod(map(int, shape.split(","))) for shape in shapes]
     assert sizes == [4 * 64 * 128] * 2  # of each device R and C, then R^T and D
-    assert re.search(r"bf16\[1,256,1,64\]", text)  # a device's part of v
+    element = {"bfloat16": "bf16", "float16": "f16"}[dtype]
+    assert re.search(rf"\b{element}\[1,256,1,64\]", text)  # a device's part of v
     assert not re.search(r"\[1,1024,1,64\]", text)
