@@ -58,21 +58,18 @@ def cotangent_scale(
     of_tokens = _largest(without_padding(d_output, inputs.segment_ids), axes=2)
     largest = vary_with(jnp.zeros((slot.shape[0], num_slots), F32), of_tokens)
     largest = jax.vmap(lambda x, i, y: x.at[i].max(y))(largest, slot, of_tokens)
-    of_states = slice(int(options.per_segment_state), None)  # slot 0 is that of padding
+    states = slice(int(options.per_segment_state), None)  # slot 0 is that of padding
     if d_final is not None:
         # With one slot, the states along time are all of the row's.
         axes = 2 if options.per_segment_state else 1
         d_largest = _largest(d_final, axes).reshape(slot.shape[0], -1)
-        largest = largest.at[:, of_states].max(d_largest)
+        largest = largest.at[:, states].max(d_largest)
     if options.sequence_axis is not None:
         largest = lax.pmax(largest, options.sequence_axis)
     exponent = GDN_EXPONENT if options.op.scalar_gate else KDA_EXPONENT
     scale = _to_exponent(largest, exponent)
-    scale_of_states = scale[:, of_states]
-    if not options.per_segment_state:
-        scale_of_states = scale_of_states[:, 0]
-    of_tokens = jnp.take_along_axis(scale, slot, axis=1)
-    return CotangentScale(of_tokens, scale_of_states)
+    of_states = scale[:, states] if options.per_segment_state else scale[:, 0]
+    return CotangentScale(jnp.take_along_axis(scale, slot, axis=1), of_states)
 
 
 def _slots(inputs: Inputs, options: Options) -> tuple[Int[Array, "B T"], int]:
@@ -96,7 +93,7 @@ def _largest(x: Float[Array, "*rest"], axes: int) -> Float[Array, "..."]:
 
 
 def _to_exponent(largest: Float[Array, "*x"], exponent: int) -> Float[Array, "*x"]:
-    """The power of two that brings these below 2^exponent, and not below half of it; 1 where there is none."""
+    """The power of two that brings these below 2^exponent, and not below half of it; any where they are 0."""
     usable = jnp.isfinite(largest) & (largest > 0)
     _, own = jnp.frexp(jnp.where(usable, largest, 1.0))
     return jnp.ldexp(jnp.ones_like(largest), exponent - jnp.maximum(own, _SMALLEST))

@@ -60,7 +60,7 @@ class IntraKdaInputs(NamedTuple):
     """Global memory that the kernel reads."""
 
     qkg: QkgOperands
-    # [B, HV, N, 1 or 2, C]: beta, and the diagonal of a_qk where the caller has it; None where he has the A matrices
+    # [B, HV, N, 1 or 2, C]: beta, and the diagonal of a_qk where the caller has it; None where it has the A matrices
     beta: Gmem
     zero: Gmem  # of `zero_operand`
 
