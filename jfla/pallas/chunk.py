@@ -79,14 +79,12 @@ def intra_kernel(
         tokens = chunk_major(log2_decays(x, inputs), x.beta)
         config = IntraGdnConfig(schedule.intra_wgs, num_ctas, ring)
         return intra_gdn(x.q, x.k, tokens, static, config)
-    tokens = None
-    if with_a:
-        scalars = [x.beta] if x.qk_dots is None else [x.beta, x.qk_dots]
-        tokens = chunk_major(*scalars)
+    beta = chunk_major(x.beta) if with_a else None
+    qk_dots = chunk_major(x.qk_dots) if with_a and x.qk_dots is not None else None
+    pairs = (qkg_operands(x, inputs), beta, qk_dots, x.v.shape[2], static)
     if schedule.machine != "hopper":
-        return mma_intra_kda(qkg_operands(x, inputs), tokens, x.v.shape[2], static)
-    operands = qkg_operands(x, inputs)
-    return intra_kda(operands, tokens, x.v.shape[2], static, num_ctas, ring)
+        return mma_intra_kda(*pairs)
+    return intra_kda(*pairs, num_ctas, ring)
 
 
 def intra_for_backward(

@@ -36,18 +36,18 @@ class CotangentScale(NamedTuple):
         self, d_output: Value, d_final: State | None
     ) -> tuple[Value, State | None]:
         """Cotangents of the results, in float32."""
-        d_output = _times(d_output.astype(F32), self.of_tokens)
-        return d_output, None if d_final is None else _times(d_final, self.of_states)
+        if d_final is not None:
+            d_final = _times(d_final, self.of_states)
+        return _times(d_output.astype(F32), self.of_tokens), d_final
 
     def unscaled(self, d: Inputs) -> Inputs:
         """Cotangents of the arguments, of which none is the gate's."""
         state = d.initial_state
         if state is not None:
             state = _times(state, 1 / self.of_states)
-        tokens = jax.tree.map(
-            lambda x: _times(x, 1 / self.of_tokens), d._replace(initial_state=None)
-        )
-        return tokens._replace(initial_state=state)
+        of_tokens = d._replace(initial_state=None)
+        of_tokens = jax.tree.map(lambda x: _times(x, 1 / self.of_tokens), of_tokens)
+        return of_tokens._replace(initial_state=state)
 
 
 def cotangent_scale(
@@ -56,14 +56,16 @@ def cotangent_scale(
     """Of every row, or of every segment of packed rows; the same on all devices over which time is split."""
     slot, num_slots = _slots(inputs, options)
     of_tokens = _largest(without_padding(d_output, inputs.segment_ids), axes=2)
-    largest = vary_with(jnp.zeros((slot.shape[0], num_slots), F32), of_tokens)
-    largest = jax.vmap(lambda x, i, y: x.at[i].max(y))(largest, slot, of_tokens)
+    batch = slot.shape[0]
+    row = jnp.arange(batch)[:, None]
+    largest = vary_with(jnp.zeros((batch, num_slots), F32), of_tokens)
+    largest = largest.at[row, slot].max(of_tokens)
     states = slice(int(options.per_segment_state), None)  # slot 0 is that of padding
     if d_final is not None:
         # With one slot, the states along time are all of the row's.
         axes = 2 if options.per_segment_state else 1
-        d_largest = _largest(d_final, axes).reshape(slot.shape[0], -1)
-        largest = largest.at[:, states].max(d_largest)
+        of_states = _largest(d_final, axes).reshape(batch, -1)
+        largest = largest.at[:, states].max(of_states)
     if options.sequence_axis is not None:
         largest = lax.pmax(largest, options.sequence_axis)
     exponent = GDN_EXPONENT if options.op.scalar_gate else KDA_EXPONENT

@@ -33,9 +33,8 @@ IN_BLOCK = (
 TO_NEXT_BLOCK = (_COLUMN > _ROW) & (_COLUMN <= (_BLOCK_OF_ROW + 1) * BLOCK)
 AFTER = _ROW > _COLUMN  # of what a sum over later tokens has
 SUM_MATRICES = (IN_BLOCK, TO_NEXT_BLOCK)
-ROW_SUMS, COLUMN_SUMS = range(
-    2
-)  # of SUM_MATRICES: for the factors of rows, and of columns
+# Of SUM_MATRICES: for the factors of rows, and of columns.
+ROW_SUMS, COLUMN_SUMS = range(2)
 
 # Rows of `block_spans`: the first number of one a block, where the blocks have it.
 FROM_CHUNK_START = 0  # to the block's first token

@@ -33,13 +33,7 @@ from jfla.pallas.mgpu.thread import (
     with_element,
 )
 from jfla.pallas.mgpu.tile_moves import store_matrix
-from jfla.pallas.mgpu.types import (
-    Fragments,
-    InlineContext,
-    MemRef,
-    Reg,
-    Smem,
-)
+from jfla.pallas.mgpu.types import Fragments, InlineContext, MemRef, Reg, Smem
 
 
 def load_per_block(vectors_smem: Smem, first: int) -> Reg:

@@ -5,7 +5,7 @@ the pairs of tokens, in the blocks of `kda_blocks.py`. The pairs are kept transp
 operand, in registers.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -60,8 +60,8 @@ class IntraKdaInputs(NamedTuple):
     """Global memory that the kernel reads."""
 
     qkg: QkgOperands
-    # [B, HV, N, 1 or 2, C]: beta, and the diagonal of a_qk where the caller has it; None where it has the A matrices
-    beta: Gmem
+    beta: Gmem  # [B, HV, N, 1, C], or None where the caller has the A matrices
+    qk_dots: Gmem  # the same of the diagonal of a_qk, where the caller has it
     zero: Gmem  # of `zero_operand`
 
 
@@ -78,14 +78,15 @@ class SharedStorage(NamedTuple):
     q: Smem  # [tiles] tiles
     k: Smem  # [tiles] tiles
     decay: Smem  # float16 tile: log2 decays of the tile of channels, times GATE_SCALE
-    rows_or_a: Any  # a pair in one place, see the properties `rows` and `a`
+    rows_or_a: Smem  # a pair in one place, see the properties `rows` and `a`
     square_norms: Smem  # [2, 1, C]
     log2_bias: Smem  # [tiles, 64], where there is a gate
     resets: Smem  # [C], where sequences are packed
     iota: Smem  # [1, C] int32
     # None of these where the caller has the A matrices.
     least: Smem  # [C]: of a row the least sum of log2 decays since its block began
-    beta: Smem  # [1 or 2, C], as in global memory
+    beta: Smem  # [1, C]
+    qk_dots: Smem  # [1, C], where the caller has them
     beta_scaling: Smem  # [2, C]
     lower: Smem  # float16 tile: what is inverted
     inverse_work: Smem  # float16 tile
@@ -132,6 +133,8 @@ def load_chunk(ctx: IntraKdaCta) -> None:
         copies.start(qkg.resets.at[ctx.index.batch, ctx.index.tokens], smem.resets)
     if smem.beta is not None:
         copies.start(ctx.index.tile(ctx.gmem.beta), smem.beta)
+    if smem.qk_dots is not None:
+        copies.start(ctx.index.tile(ctx.gmem.qk_dots), smem.qk_dots)
     copies.wait()
 
 
@@ -214,8 +217,8 @@ def store_a(ctx: IntraKdaCta, pairs: list[Pairs], out_gmem: IntraChunk) -> None:
     for block, (qk, kk) in enumerate(pairs):
         zero = zeros(CHUNK, BLOCK)
         qk = jnp.where(kda_blocks.causal_columns(block, strictly=False), qk, zero)
-        if smem.beta.shape[0] > 1:
-            diagonal = load_with_layout(smem.beta.at[1], ROWS)
+        if smem.qk_dots is not None:
+            diagonal = load_with_layout(smem.qk_dots.at[0], ROWS)
             qk = with_diagonal(qk, diagonal, block)
         a_qk_rows = kda_blocks.block_rows(a_qk_smem, block)
         write_transposed(a_qk_rows, qk.astype(a_qk_smem.dtype))
@@ -272,6 +275,7 @@ def run_chunk(ctx: IntraKdaCta, out_gmem: IntraKdaOutputs) -> None:
 def intra_kda(
     operands: QkgOperands,
     beta: jax.Array | None,
+    qk_dots: jax.Array | None,
     value_heads: int,
     options: QkOptions,
 ) -> PendingResults:
@@ -295,14 +299,15 @@ def intra_kda(
         )
         run_chunk(IntraKdaCta(qk, gmem, smem, gmem.zero[0]), out_gmem)
 
+    inputs = IntraKdaInputs(operands, beta, qk_dots, zero_operand())
     kernel = Kernel(
         name="jfla_intra_kda_mma",
-        inputs=IntraKdaInputs(operands, beta, zero_operand()),
+        inputs=inputs,
         outputs=_output_shapes(operands.q, grid, beta is not None),
         num_ctas=grid.num_tiles,
         num_warpgroups=1,
         registers=(),
-        smem=_shared_storage(operands, options, num_tiles, beta),
+        smem=_shared_storage(inputs, options, num_tiles),
         barriers=None,
         body=body,
     )
@@ -326,10 +331,10 @@ def _output_shapes(q: Rows, grid: ChunkGrid, with_a: bool) -> IntraKdaOutputs:
 
 
 def _shared_storage(
-    operands: QkgOperands, options: QkOptions, num_tiles: int, beta: Gmem
+    inputs: IntraKdaInputs, options: QkOptions, num_tiles: int
 ) -> SharedStorage:
-    own = operands.q.dtype
-    with_a = beta is not None
+    own = inputs.qkg.q.dtype
+    with_a = inputs.beta is not None
 
     def tiles(*lead: int, dtype: DTypeLike = own) -> MemorySpec:
         return tile_smem(*lead, CHUNK, TILE_K, dtype=dtype)
@@ -344,9 +349,10 @@ def _shared_storage(
         rows_or_a=in_one_place(tiles(2, 2, dtype=BF16), tiles(2)) if with_a else None,
         square_norms=vectors(2, 1, CHUNK) if options.qk_norm else None,
         log2_bias=None if options.no_gate else vectors(num_tiles, TILE_K),
-        resets=None if operands.resets is None else vectors(CHUNK),
+        resets=None if inputs.qkg.resets is None else vectors(CHUNK),
         least=vectors(CHUNK) if with_a else None,
-        beta=vectors(beta.shape[3], CHUNK) if with_a else None,
+        beta=vectors(1, CHUNK) if with_a else None,
+        qk_dots=None if inputs.qk_dots is None else vectors(1, CHUNK),
         beta_scaling=vectors(2, CHUNK) if with_a else None,
         lower=tiles(dtype=F16) if with_a else None,
         inverse_work=tiles(dtype=F16) if with_a else None,

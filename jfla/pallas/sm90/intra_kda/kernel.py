@@ -51,6 +51,7 @@ PAIRS_REGISTERS = 152
 def intra_kda(
     gmem: QkgOperands,
     beta: Gmem,
+    qk_dots: Gmem,
     value_heads: int,
     options: QkOptions,
     num_ctas: int,
@@ -58,8 +59,8 @@ def intra_kda(
 ) -> PendingResults:
     """On the host: the kernel that makes `IntraResults` of every chunk, not launched yet.
 
-    `beta` is [B, HV, N, 1, C], or None where the caller has the A matrices: `intra` of the results is then None. Behind
-    beta the diagonal of a_qk may stand, [B, HV, N, 2, C]: where it is float16, its digits are more than the pairs have.
+    `beta` is [B, HV, N, 1, C], or None where the caller has the A matrices: `intra` of the results is then None.
+    `qk_dots` are the diagonal of a_qk, of the same shape, or None where the digits of the pairs suffice.
     """
     batch, time, _, key_dim = gmem.q.shape
     num_blocks = max(key_dim // CHANNEL_BLOCK, 1)
@@ -68,8 +69,8 @@ def intra_kda(
     grid = PartGrid(chunks, num_blocks, num_tiles)
     scheduler = TileScheduler(grid.num_parts, num_ctas)
     with_pairs = beta is not None
-    # With several blocks of channels `sum_blocks` inverts.
-    own_beta = beta if num_blocks == 1 else None
+    inverts = with_pairs and num_blocks == 1
+    operands = _operands(gmem, *((beta, qk_dots) if inverts else (None, None)))
     num_warpgroups = num_tiles + with_pairs
     limits = _register_limits(num_warpgroups)
 
@@ -136,27 +137,27 @@ def intra_kda(
 
     kernel = Kernel(
         name="jfla_intra_kda",
-        inputs=_operands(gmem, own_beta),
+        inputs=operands,
         outputs=_output_shapes(gmem.q, grid, with_pairs, options.qk_norm, ring),
         num_ctas=scheduler.num_ctas,
         num_warpgroups=num_warpgroups,
         registers=limits,
-        smem=SharedStorage.specs(gmem, options, num_tiles, with_pairs, own_beta),
-        barriers=Barriers.specs(gmem, options, num_tiles, own_beta),
+        smem=SharedStorage.specs(operands, options, num_tiles, with_pairs),
+        barriers=Barriers.specs(operands, options, num_tiles),
         body=body,
     )
 
     def resolve(outputs: IntraKdaOutputs) -> IntraResults:
-        return _intra_results(outputs, beta)
+        return _intra_results(outputs, beta, qk_dots)
 
     return PendingResults(kernel, resolve)
 
 
-def _operands(gmem: QkgOperands, beta: Gmem) -> IntraKdaOperands:
+def _operands(gmem: QkgOperands, beta: Gmem, qk_dots: Gmem) -> IntraKdaOperands:
     """On the host: what the kernel reads, with the matrices of its sums."""
     sum_matrices = stack_matrices(F16, *SUM_MATRICES)
     spans = stack_matrices(F16, block_spans())[0]
-    return IntraKdaOperands(gmem, beta, sum_matrices, spans)
+    return IntraKdaOperands(gmem, beta, qk_dots, sum_matrices, spans)
 
 
 def _register_limits(num_warpgroups: int) -> tuple[int, ...]:
@@ -170,14 +171,14 @@ def _register_limits(num_warpgroups: int) -> tuple[int, ...]:
     return CHANNEL_REGISTERS, CHANNEL_REGISTERS, PAIRS_REGISTERS
 
 
-def _intra_results(outputs: IntraKdaOutputs, beta: Gmem) -> IntraResults:
+def _intra_results(outputs: IntraKdaOutputs, beta: Gmem, qk_dots: Gmem) -> IntraResults:
     """On the host: the outputs by the names of `jfla.stages`."""
     qk = JoinedQK(outputs.qk_from_start, outputs.k_to_end, outputs.chunk_decay)
     intra = None
     if outputs.a_qk is not None:
         intra = IntraChunk(outputs.a_qk, outputs.a_inv)
     elif outputs.block_sums is not None:
-        intra = sum_blocks(outputs.block_sums, beta, outputs.k_to_end.dtype)
+        intra = sum_blocks(outputs.block_sums, beta, qk_dots, outputs.k_to_end.dtype)
     return IntraResults(qk, intra, outputs.inv_norms)
 
 

@@ -113,6 +113,7 @@ def store_a(ctx: IntraKdaWarpgroup, pairs: Pairs, outputs: IntraKdaOutputs) -> N
     a_qk = ctx.smem.a_qk
     qk_dots = ctx.smem.qk_dots
     if qk_dots is not None:
+        # Here or below: a second wait in one chunk would be for the next chunk's copies, which begin later.
         plgpu.barrier_wait(ctx.barriers.beta_full)
     for block in range(NUM_BLOCKS):
         x = mask_behind(pairs[block], block, Q, strictly=False)

@@ -76,7 +76,8 @@ class IntraKdaOperands(NamedTuple):
     """What the kernel reads."""
 
     qkg: QkgOperands
-    beta: Gmem  # [B, HV, N, 1 or 2, C]: beta, and `qk_dots`; or None where the kernel inverts nothing
+    beta: Gmem  # [B, HV, N, 1, C], or None where the kernel inverts nothing
+    qk_dots: Gmem  # the same of the diagonal of a_qk, where the caller has it
     sum_matrices: Gmem  # SUM_MATRICES, float16
     block_spans: Gmem  # [NUM_BLOCK_SPANS, C] float16: see `decay_sums.block_spans`
 
@@ -125,16 +126,16 @@ class SharedStorage(NamedTuple):
     @classmethod
     def specs(
         cls,
-        gmem: QkgOperands,
+        operands: IntraKdaOperands,
         options: QkOptions,
         num_tiles: int,
         with_pairs: bool,
-        beta: Gmem,
     ) -> "SharedStorage":
         """On the host: what a CTA asks for, as it computes pairs of tokens and, given beta, inverts; or not."""
 
-        own = gmem.q.dtype
-        inverts = beta is not None
+        own = operands.qkg.q.dtype
+        inverts = operands.beta is not None
+        has_resets = operands.qkg.resets is not None
 
         def tiles(*lead: int, rows: int = CHUNK, dtype: DTypeLike = own) -> MemorySpec:
             return tile_smem(*lead, rows, TILE_K, dtype=dtype)
@@ -152,7 +153,7 @@ class SharedStorage(NamedTuple):
             decay_union=_decay_smem(num_tiles),
             block_decay=vectors(num_tiles, NUM_BLOCK_SPANS),
             log2_bias=None if options.no_gate else vectors(2, num_tiles),
-            resets=None if gmem.resets is None else vectors(2, num_tiles),
+            resets=vectors(2, num_tiles) if has_resets else None,
             least=vectors(2, num_tiles) if with_pairs else None,
             rows=tiles(num_tiles, rows=2 * CHUNK, dtype=BF16) if with_pairs else None,
             columns=tiles(num_tiles, rows=BLOCK * NUM_COLUMN_BLOCKS, dtype=BF16)
@@ -161,7 +162,7 @@ class SharedStorage(NamedTuple):
             a_qk=tiles() if inverts else None,
             inverse=_inverse_smem(own) if inverts else None,
             beta_scaling=vectors(2) if inverts else None,
-            qk_dots=vectors(1) if inverts and beta.shape[3] > 1 else None,
+            qk_dots=None if operands.qk_dots is None else vectors(1),
         )
 
     @property
@@ -196,16 +197,17 @@ class Barriers(NamedTuple):
     pairs_full: Barrier  # [tiles]: rows, columns and further pairs
     pairs_empty: Barrier  # [tiles]
     further_empty: Barrier  # [tiles], of chunks that have further pairs
-    beta_full: Barrier
+    beta_full: Barrier  # beta and qk_dots
     stores_ended: Barrier  # of the channel warpgroups, of the chunk before; where a scan waits for it
 
     @classmethod
     def specs(
-        cls, gmem: QkgOperands, options: QkOptions, num_tiles: int, beta: Gmem
+        cls, operands: IntraKdaOperands, options: QkOptions, num_tiles: int
     ) -> "Barriers":
         """On the host: arrivals are copies that a phase waits for, or warpgroups that meet."""
         has_bias = not options.no_gate
-        has_resets = gmem.resets is not None
+        has_resets = operands.qkg.resets is not None
+        has_dots = operands.qk_dots is not None
         return cls(
             matrices_full=plgpu.Barrier(num_arrivals=1 + len(SUM_MATRICES)),
             qk_full=plgpu.Barrier(
@@ -215,7 +217,7 @@ class Barriers(NamedTuple):
             pairs_full=plgpu.Barrier(num_barriers=num_tiles),
             pairs_empty=plgpu.Barrier(num_barriers=num_tiles),
             further_empty=plgpu.Barrier(num_barriers=num_tiles),
-            beta_full=plgpu.Barrier(num_arrivals=1 if beta is None else beta.shape[3]),
+            beta_full=plgpu.Barrier(num_arrivals=1 + has_dots),
             stores_ended=plgpu.Barrier(num_arrivals=num_tiles),
         )
 
@@ -329,4 +331,5 @@ class IntraKdaWarpgroup(NamedTuple):
         copies = Copies(self.barriers.beta_full)
         copies.start(source.at[0], self.smem.beta_scaling.at[0])
         if self.smem.qk_dots is not None:
-            copies.start(source.at[1], self.smem.qk_dots.at[0])
+            dots = self.qk.index.tile(self.gmem.qk_dots)
+            copies.start(dots.at[0], self.smem.qk_dots.at[0])

@@ -38,7 +38,8 @@ class SumBlocksInputs(NamedTuple):
     """What the kernel reads."""
 
     block_sums: Gmem  # [B, HV, N, blocks, 2, C, C] float32: terms of (q D k^T)^T and (k D k^T)^T
-    beta: Gmem  # [B, HV, N, 1 or 2, C] float32: beta, and the diagonal of a_qk where the caller has it
+    beta: Gmem  # [B, HV, N, 1, C] float32
+    qk_dots: Gmem  # the same of the diagonal of a_qk, where the caller has it
 
 
 class SharedStorage(NamedTuple):
@@ -51,7 +52,12 @@ class SharedStorage(NamedTuple):
     work: Smem  # [C, C] float16: of the inverse
 
 
-def sum_blocks(block_sums: jax.Array, beta: jax.Array, dtype: DTypeLike) -> IntraChunk:
+def sum_blocks(
+    block_sums: jax.Array,
+    beta: jax.Array,
+    qk_dots: jax.Array | None,
+    dtype: DTypeLike,
+) -> IntraChunk:
     """On the host: launches the kernel, a CTA of one warpgroup a chunk of a value head. Results are in `dtype`."""
     batch, heads, n_chunks, num_blocks, *_ = block_sums.shape
 
@@ -75,8 +81,8 @@ def sum_blocks(block_sums: jax.Array, beta: jax.Array, dtype: DTypeLike) -> Intr
             return functools.reduce(jnp.add, loaded)
 
         a_qk = total(Q)
-        if gmem.beta.shape[3] > 1:
-            diagonal = load_with_layout(index.tile(gmem.beta).at[1], ROWS)
+        if gmem.qk_dots is not None:
+            diagonal = load_with_layout(index.tile(gmem.qk_dots).at[0], ROWS)
             blocks = enumerate(split_columns(a_qk, BLOCK))
             a_qk = join_columns([with_diagonal(x, diagonal, n) for n, x in blocks])
         write_transposed(smem.a_qk, a_qk.astype(dtype))
@@ -96,7 +102,7 @@ def sum_blocks(block_sums: jax.Array, beta: jax.Array, dtype: DTypeLike) -> Intr
     square: Gmem = jax.ShapeDtypeStruct((batch, heads, n_chunks, CHUNK, CHUNK), dtype)
     return launch(
         body,
-        SumBlocksInputs(block_sums, beta),
+        SumBlocksInputs(block_sums, beta, qk_dots),
         IntraChunk(square, square),
         grid={"chunk": n_chunks, "head": heads, "sequence": batch},
         num_warpgroups=1,
