@@ -128,6 +128,20 @@ def test_the_same_bits_twice(op):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("op", ["kda", "gdn"])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_gradients_by_mma_sync_have_the_same_bits_every_time(op, dim):
+    """What a kernel reads before it has arrived differs from time to time."""
+    call = Call(op, batch=2, time=3712, heads=3, key_dim=dim, value_dim=128)
+    arrays, rest = inputs(call)
+    with jfla.pallas.mma_kernels():
+        run = jax.jit(lambda arrays: results(by_kernels(op), arrays, rest))
+        first, *others = (jax.tree.map(np.asarray, run(arrays)) for _ in range(9))
+    for other in others:
+        jax.tree.map(np.testing.assert_array_equal, first, other)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("segments", [0, 3])
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_a_gradient_of_16_bits_is_that_of_32_rounded(segments, dim):

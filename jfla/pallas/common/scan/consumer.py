@@ -267,9 +267,13 @@ class ScanConsumer(ScanCta):
 
     @property
     def copies_per_chunk(self) -> int:
-        """Those of `copy_chunk` that are made with cp.async, where there is no TMA."""
-        chunks = self.smem.chunks
-        targets = [x.at[0] for x in chunks._replace(values=None) if x is not None]
+        """Those of `copy_chunk` that are made with cp.async, where there is no TMA.
+
+        Of what this scan reads: in shared memory are tiles of the other scan, too, and a chunk that is waited for with
+        their number in flight has not arrived.
+        """
+        read = zip(self.gmem.chunks._replace(values=None), self.smem.chunks)
+        targets = [x.at[0] for source, x in read if source is not None]
         return sum(fits_cp_async(x) for x in targets) + self.config.num_consumer_wgs
 
     def start_first_copies(self) -> None:
