@@ -19,10 +19,11 @@ from jfla.parallel.varying import vary_with
 from jfla.types import Inputs, Options, State, Value
 
 # The power of two below which the largest cotangent of a sequence is brought. A write strength of 0 stands as 2^-12, by
-# which dv is that much smaller than other cotangents: KDA leaves it digits. GDN's weights of pairs are float16, too,
-# and products of cotangents with values: they would overflow with values of some hundreds.
-KDA_EXPONENT = 7
-GDN_EXPONENT = 1
+# which dv is that much smaller than other cotangents: this leaves it digits.
+EXPONENT = 4
+# Kernels keep products of cotangents with values and states in float16, too: weights of pairs, dq and dk. Where one of
+# these is greater than this power of two, the cotangents are smaller by as much.
+VALUE_EXPONENT = 6
 _SMALLEST = -100  # exponent of a cotangent: the factor, too, is a float32
 
 
@@ -55,21 +56,28 @@ def cotangent_scale(
 ) -> CotangentScale:
     """Of every row, or of every segment of packed rows; the same on all devices over which time is split."""
     slot, num_slots = _slots(inputs, options)
-    of_tokens = _largest(without_padding(d_output, inputs.segment_ids), axes=2)
-    batch = slot.shape[0]
-    row = jnp.arange(batch)[:, None]
-    largest = vary_with(jnp.zeros((batch, num_slots), F32), of_tokens)
-    largest = largest.at[row, slot].max(of_tokens)
     states = slice(int(options.per_segment_state), None)  # slot 0 is that of padding
-    if d_final is not None:
-        # With one slot, the states along time are all of the row's.
-        axes = 2 if options.per_segment_state else 1
-        of_states = _largest(d_final, axes).reshape(batch, -1)
-        largest = largest.at[:, states].max(of_states)
-    if options.sequence_axis is not None:
-        largest = lax.pmax(largest, options.sequence_axis)
-    exponent = GDN_EXPONENT if options.op.scalar_gate else KDA_EXPONENT
-    scale = _to_exponent(largest, exponent)
+
+    def largest(tokens: Value, of_states: State | None) -> Float[Array, "B slots"]:
+        of_tokens = _largest(without_padding(tokens, inputs.segment_ids), axes=2)
+        batch = slot.shape[0]
+        row = jnp.arange(batch)[:, None]
+        found = vary_with(jnp.zeros((batch, num_slots), F32), of_tokens)
+        found = found.at[row, slot].max(of_tokens)
+        if of_states is not None:
+            # With one slot, the states along time are all of the row's.
+            axes = 2 if options.per_segment_state else 1
+            found = found.at[:, states].max(
+                _largest(of_states, axes).reshape(batch, -1)
+            )
+        if options.sequence_axis is not None:
+            found = lax.pmax(found, options.sequence_axis)
+        return found
+
+    of_values = _exponent(largest(inputs.v, inputs.initial_state))
+    exponent = EXPONENT - jnp.maximum(of_values - VALUE_EXPONENT, 0)
+    own = _exponent(largest(d_output, d_final))
+    scale = jnp.ldexp(jnp.float32(1.0), exponent - jnp.maximum(own, _SMALLEST))
     of_states = scale[:, states] if options.per_segment_state else scale[:, 0]
     return CotangentScale(jnp.take_along_axis(scale, slot, axis=1), of_states)
 
@@ -94,11 +102,11 @@ def _largest(x: Float[Array, "*rest"], axes: int) -> Float[Array, "..."]:
     return jnp.max(jnp.abs(x.astype(F32)), axis=tuple(range(axes, x.ndim)))
 
 
-def _to_exponent(largest: Float[Array, "*x"], exponent: int) -> Float[Array, "*x"]:
-    """The power of two that brings these below 2^exponent, and not below half of it; any where they are 0."""
+def _exponent(largest: Float[Array, "*x"]) -> Int[Array, "*x"]:
+    """Of the power of two that is above these, and not above twice as much; any where they are 0."""
     usable = jnp.isfinite(largest) & (largest > 0)
-    _, own = jnp.frexp(jnp.where(usable, largest, 1.0))
-    return jnp.ldexp(jnp.ones_like(largest), exponent - jnp.maximum(own, _SMALLEST))
+    _, exponent = jnp.frexp(jnp.where(usable, largest, 1.0))
+    return exponent
 
 
 def _times(

@@ -62,6 +62,17 @@ CALLS += [
     Call("kda", gates, time=63, key_dim=256, betas="edge", dtype="float16")
     for gates in ("strong", "weak")
 ]
+CALLS += [
+    Call(
+        "gdn",
+        "strong",
+        time=200,
+        key_dim=256,
+        value_dim=256,
+        betas="edge",
+        dtype="float16",
+    )
+]
 # In one launch.
 CALLS += [
     Call(op, "raw", time=1000, heads=16, key_dim=128, value_dim=128)

@@ -132,6 +132,22 @@ def test_gradients_are_right_at_any_size_of_the_loss(op: str, loss_scale: float)
 
 
 @pytest.mark.parametrize("op", ["gdn", "kda"])
+def test_gradients_are_right_at_values_of_thousands(op: str):
+    """What kernels make of cotangents and such values stays in float16's range."""
+    arrays, do, d_final = drawn(op, False)
+    arrays = rounded(arrays, "float16")
+    for name in ("v", "initial_state"):
+        arrays[name] = arrays[name] * 30
+    do = (do * 1e-2).astype("float16").astype(jnp.float32)
+    d_final = d_final * 1e-2
+    got = results(op, arrays, do, d_final, False, "pallas")
+    wide = {name: x.astype(jnp.float32) for name, x in arrays.items()}
+    want = results(op, wide, do, d_final, False, "xla")
+    for name in want:
+        assert error(got[name], want[name]) < 5e-3, name
+
+
+@pytest.mark.parametrize("op", ["gdn", "kda"])
 def test_a_write_strength_of_0_has_its_gradient(op: str):
     """dbeta is read off what a token wrote: of nothing at all it could not be."""
     arrays, do, _ = drawn(op, False)
