@@ -14,12 +14,15 @@ from jfla.pallas.mgpu.triangular import TriangularInverse
 from jfla.pallas.mgpu.types import Index, Reg, Smem
 from jfla.types import CHUNK
 
+# Of a buffer [3, C]: s and t, and beta behind them. In the place of s one thread of four would write over what the
+# others read.
+BETA = 2
+
 
 def write_beta_scaling(beta_smem: Smem, scaling_smem: Smem) -> None:
-    """s and t [2, C] from beta [C]."""
+    """s and t, the first lines of [2 or 3, C], from beta [C]."""
     beta = load_with_layout(beta_smem, ROWS)
     root = jnp.sqrt(jnp.abs(beta))
-    # In place, as beta may be: a warp reads and writes the same rows.
     write(scaling_smem.at[0], jnp.where(beta < 0.0, -root, root))
     write(scaling_smem.at[1], root)
 

@@ -12,6 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
+from jfla.pallas.common.beta_scaling import BETA
 from jfla.pallas.common.chunk_index import TILE_K, ChunkPart, PartGrid
 from jfla.pallas.common.decay_sums import NUM_BLOCK_SPANS, ROW_SUMS, SUM_MATRICES
 from jfla.pallas.common.packed_rows import INPUTS, places_of
@@ -120,7 +121,7 @@ class SharedStorage(NamedTuple):
     # None of these where the kernel inverts nothing.
     a_qk: Smem  # tile
     inverse: Smem  # a pair: see `_inverse_smem`
-    beta_scaling: Smem  # [2, C]: beta, then its scaling
+    beta_scaling: Smem  # [3, C]: its scaling, and beta
     qk_dots: Smem  # [1, C]: the diagonal of a_qk, where the caller has it
 
     @classmethod
@@ -161,7 +162,7 @@ class SharedStorage(NamedTuple):
             else None,
             a_qk=tiles() if inverts else None,
             inverse=_inverse_smem(own) if inverts else None,
-            beta_scaling=vectors(2) if inverts else None,
+            beta_scaling=vectors(3) if inverts else None,
             qk_dots=None if operands.qk_dots is None else vectors(1),
         )
 
@@ -329,7 +330,7 @@ class IntraKdaWarpgroup(NamedTuple):
         """Starts the copies of beta, and of the diagonal of a_qk where it is given."""
         source = self.qk.index.tile(self.gmem.beta)
         copies = Copies(self.barriers.beta_full)
-        copies.start(source.at[0], self.smem.beta_scaling.at[0])
+        copies.start(source.at[0], self.smem.beta_scaling.at[BETA])
         if self.smem.qk_dots is not None:
             dots = self.qk.index.tile(self.gmem.qk_dots)
             copies.start(dots.at[0], self.smem.qk_dots.at[0])

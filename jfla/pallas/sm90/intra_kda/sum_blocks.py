@@ -10,6 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
 from jfla.pallas.common.beta_scaling import (
+    BETA,
     scale_rows_and_columns,
     write_a_inv,
     write_beta_scaling,
@@ -45,7 +46,7 @@ class SumBlocksInputs(NamedTuple):
 class SharedStorage(NamedTuple):
     """Shared memory of a CTA: its one warpgroup's."""
 
-    beta_scaling: Smem  # [2, C]: beta, then `write_beta_scaling`
+    beta_scaling: Smem  # [3, C]: its scaling, and beta
     a_qk: Smem  # [C, C] in the dtype of q
     a_inv: Smem  # [C, C] in the dtype of q
     lower: Smem  # [C, C] float16: what is inverted
@@ -70,9 +71,8 @@ def sum_blocks(
         sequence, head, chunk = map(lax.axis_index, ("sequence", "head", "chunk"))
         index = ChunkIndex(sequence, head, chunk)
         zero = opaque_zero()
-        plgpu.copy_gmem_to_smem(
-            index.tile(gmem.beta).at[0], smem.beta_scaling.at[0], beta_full
-        )
+        beta = smem.beta_scaling.at[BETA]
+        plgpu.copy_gmem_to_smem(index.tile(gmem.beta).at[0], beta, beta_full)
         terms = index.tile(gmem.block_sums)
 
         def total(which: int) -> Reg:
@@ -89,7 +89,7 @@ def sum_blocks(
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(smem.a_qk, index.tile(intra_gmem.a_qk))
         plgpu.barrier_wait(beta_full)
-        write_beta_scaling(smem.beta_scaling.at[0], smem.beta_scaling)
+        write_beta_scaling(beta, smem.beta_scaling)
         plgpu.commit_smem()
         lower = scale_rows_and_columns(-total(K), smem.beta_scaling, zero, inverse=True)
         write_transposed(smem.lower, lower.astype(F16))
@@ -107,7 +107,7 @@ def sum_blocks(
         grid={"chunk": n_chunks, "head": heads, "sequence": batch},
         num_warpgroups=1,
         smem=SharedStorage(
-            beta_scaling=plgpu.SMEM((2, CHUNK), F32),
+            beta_scaling=plgpu.SMEM((3, CHUNK), F32),
             a_qk=tile_smem(CHUNK, CHUNK, dtype=dtype),
             a_inv=tile_smem(CHUNK, CHUNK, dtype=dtype),
             lower=tile_smem(CHUNK, CHUNK, dtype=F16),
