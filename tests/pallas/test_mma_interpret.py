@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from support.kernel_cases import MAIN, Call, by_kernels, check, error, inputs
+from support.kernel_cases import MAIN, Call, by_kernels, check, error, inputs, results
 
 import jfla
 
@@ -36,6 +36,19 @@ def test_values_and_gradients(call):
     """Raw gates with norms, packing, states that go in and come out, of segments too, padded sizes, float16."""
     with jfla.pallas.interpret(), jfla.pallas.mma_kernels():
         check(call, by_kernels(call.op))
+
+
+@pytest.mark.parametrize("op", [pytest.param("kda", marks=pytest.mark.slow), "gdn"])
+def test_chunks_without_tokens_are_left_out(op):
+    """Of four segments three are empty. Two chunks without tokens would write to one place."""
+    call = Call(op, time=66, group=1, segments=4, segment_states=True)
+    arrays, rest = inputs(call)
+    rest["segment_ids"] = rest["segment_ids"].at[:].set(1)
+    with jfla.pallas.interpret(), jfla.pallas.mma_kernels():
+        got = results(by_kernels(op), arrays, rest)
+    want = results(getattr(jfla, f"chunk_{op}"), arrays, rest)
+    for name, x in want.items():
+        assert error(got[name], x) < 1.5e-2, name
 
 
 @pytest.mark.parametrize("op", [pytest.param("kda", marks=pytest.mark.slow), "gdn"])

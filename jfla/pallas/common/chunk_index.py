@@ -219,6 +219,11 @@ class PartGrid(NamedTuple):
     def num_parts(self) -> int:
         return self.chunks.num_tiles * self.num_blocks
 
+    def used_parts(self, x: Rows) -> Index | None:
+        """As `ChunkGrid.used_tiles`."""
+        used = self.chunks.used_tiles(x)
+        return None if used is None else used * self.num_blocks
+
     def __call__(self, tile_index: Index, places: Gmem = None) -> ChunkPart:
         if self.num_blocks == 1:
             return ChunkPart(self.chunks(tile_index, places), 0)

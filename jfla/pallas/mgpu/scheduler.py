@@ -59,6 +59,11 @@ class TileScheduler(NamedTuple):
     wgs_per_cta: int = 1
     limit: Index | None = None
 
+    @classmethod
+    def one_for_each_cta(cls, num_tiles: int) -> "TileScheduler":
+        """Of a kernel whose CTAs do not stay."""
+        return cls(num_tiles, num_tiles)
+
     def up_to(self, limit: Index | None) -> "TileScheduler":
         """In the kernel: the same with a limit, or without one."""
         return self._replace(limit=limit)

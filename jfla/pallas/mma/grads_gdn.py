@@ -54,6 +54,7 @@ from jfla.pallas.mgpu.launch import launch
 from jfla.pallas.mgpu.layouts import COLS, ROWS
 from jfla.pallas.mgpu.mma import dot, dots, load, zeros
 from jfla.pallas.mgpu.opaque import zero_operand
+from jfla.pallas.mgpu.scheduler import TileScheduler
 from jfla.pallas.mgpu.smem import F32, tile_smem, transposed
 from jfla.pallas.mgpu.types import Gmem, Index, MemorySpec, Reg, Smem
 from jfla.pallas.mma.value_products import value_products
@@ -280,10 +281,12 @@ def grads_gdn(
         barriers: tuple,
     ) -> None:
         del barriers
-        index = grid(lax.axis_index("cta"), places_of(gmem.qk.q))
-        run_chunk(
-            GradsGdnCta(options, index, heads, gmem, smem, gmem.zero[0]), out_gmem
-        )
+        cta = lax.axis_index("cta")
+        index = grid(cta, places_of(gmem.qk.q))
+        ctx = GradsGdnCta(options, index, heads, gmem, smem, gmem.zero[0])
+        tiles = TileScheduler.one_for_each_cta(grid.num_tiles)
+        tiles = tiles.up_to(grid.used_tiles(gmem.qk.q))
+        tiles.if_any(cta, 0, lambda: run_chunk(ctx, out_gmem))
 
     per_channel = (batch, n_chunks * CHUNK, heads, key_dim)
     dx = rows_like(qk.q, per_channel, F32 if options.qk_norm else out_dtype)

@@ -50,6 +50,7 @@ from jfla.pallas.mgpu.layouts import COLS, ROWS, WGMMA
 from jfla.pallas.mgpu.mma import dot, dots, load, zeros
 from jfla.pallas.mgpu.opaque import zero_operand
 from jfla.pallas.mgpu.row_dots import add_row_dots, no_blocks, row_dots
+from jfla.pallas.mgpu.scheduler import TileScheduler
 from jfla.pallas.mgpu.smem import BF16, F32, transposed
 from jfla.pallas.mgpu.tile_moves import load_matrix_transposed
 from jfla.pallas.mgpu.types import Gmem, Index, Reg
@@ -306,7 +307,8 @@ def grads_kda(
         barriers: tuple,
     ) -> None:
         del barriers
-        part = parts(lax.axis_index("cta"), places_of(gmem.qkg.q))
+        cta = lax.axis_index("cta")
+        part = parts(cta, places_of(gmem.qkg.q))
         qk = QkTiles(
             options=options,
             index=part.index,
@@ -317,7 +319,10 @@ def grads_kda(
             square_norms=smem.lines.at[pl.ds(SQUARE_NORMS, 2)],
             first=part.first_tile,
         )
-        run_chunk(GradsKdaCta(qk, gmem, smem, gmem.zero[0]), out_gmem)
+        ctx = GradsKdaCta(qk, gmem, smem, gmem.zero[0])
+        tiles = TileScheduler.one_for_each_cta(parts.num_parts)
+        tiles = tiles.up_to(parts.used_parts(gmem.qkg.q))
+        tiles.if_any(cta, 0, lambda: run_chunk(ctx, out_gmem))
 
     per_channel = (batch, n_chunks * CHUNK, heads, key_dim)
     dx = rows_like(operands.q, per_channel, F32 if options.qk_norm else out_dtype)

@@ -39,6 +39,7 @@ from jfla.pallas.mgpu.layouts import COLS, ROWS
 from jfla.pallas.mgpu.mma import dot, zeros
 from jfla.pallas.mgpu.opaque import zero_operand
 from jfla.pallas.mgpu.overlap import Kernel, PendingResults, ReadyFlags
+from jfla.pallas.mgpu.scheduler import TileScheduler
 from jfla.pallas.mgpu.smem import (
     BF16,
     F16,
@@ -297,7 +298,10 @@ def intra_kda(
         qk = QkTiles(
             options, index, value_heads, num_tiles, smem.q, smem.k, smem.square_norms
         )
-        run_chunk(IntraKdaCta(qk, gmem, smem, gmem.zero[0]), out_gmem)
+        ctx = IntraKdaCta(qk, gmem, smem, gmem.zero[0])
+        tiles = TileScheduler.one_for_each_cta(grid.num_tiles)
+        tiles = tiles.up_to(grid.used_tiles(gmem.qkg.q))
+        tiles.if_any(cta, 0, lambda: run_chunk(ctx, out_gmem))
 
     inputs = IntraKdaInputs(operands, beta, qk_dots, zero_operand())
     kernel = Kernel(

@@ -169,8 +169,7 @@ def grads_kda(
                 barriers,
             )
 
-        used = spec.grid.chunks.used_tiles(gmem.qkg.q)
-        tiles = scheduler.up_to(None if used is None else used * spec.grid.num_blocks)
+        tiles = scheduler.up_to(spec.grid.used_parts(gmem.qkg.q))
 
         def run_roles() -> None:
             @when(wg < KDA_CONSUMERS)

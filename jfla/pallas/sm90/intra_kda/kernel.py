@@ -111,8 +111,7 @@ def intra_kda(
                 ready_flags,
             )
 
-        used = chunks.used_tiles(gmem.qkg.q)
-        tiles = scheduler.up_to(None if used is None else used * num_blocks)
+        tiles = scheduler.up_to(grid.used_parts(gmem.qkg.q))
 
         # Else a scan beside this kernel has brought a fourth warpgroup: see `_register_limits`.
         moves_registers = lax.axis_size("wg") == len(limits)
