@@ -26,14 +26,15 @@ SUPPORTED_DIMS = (64, 128, 256)
 MAX_DIM: dict[Machine, int] = {"hopper": 256, "ampere": 128}
 DECODE_TOKENS = 8  # of one call: a CTA keeps all of them in shared memory
 HOPPER_SMS = 132  # of an H100 SXM or H200, where no device says
-# By compute capability, of a CTA's shared memory what its tiles may take: all but 1 KiB; of 10.0 less than its 226,
-# because the scans of mma.sync spill with another pipeline stage.
+# By compute capability, of a CTA's shared memory what its tiles may take: all but 1 KiB; of 10.0 and 10.3 less than
+# their 226, because the scans of mma.sync spill with another pipeline stage.
 SMEM_BYTES = {
     "8.0": 162 * 1024,
     "8.6": 98 * 1024,
     "8.9": 98 * 1024,
     "9.0": 226 * 1024,
     "10.0": 162 * 1024,
+    "10.3": 162 * 1024,
 }
 HOPPER_SMEM_BYTES = SMEM_BYTES["9.0"]
 # Of copies of rows: the tables and copies of packed segments take half as long.

@@ -27,6 +27,7 @@ MACHINES: dict[str, Machine] = {
     "8.9": "ampere",
     "9.0": "hopper",
     "10.0": "ampere",
+    "10.3": "ampere",
 }
 SHARED_GPU = "JFLA_SHARED_GPU"
 KERNELS: dict[Machine, str] = {"hopper": "Hopper kernels", "ampere": "mma.sync kernels"}

@@ -16,7 +16,8 @@ CAPABILITIES = (
     "8.6",
     "8.9",
     "10.0",
-)  # 8.6 has the instructions and the memory of 8.9: fewer there
+    "10.3",
+)  # 8.6 has the instructions and the memory of 8.9, 10.3 those of 10.0: fewer there
 DIMS = ((64, 64), (128, 128), (64, 128), (128, 64))
 RAW = ("raw", "packed")
 PLAIN = ("initial", "final")
@@ -61,7 +62,11 @@ def cases(*kinds: tuple[Any, ...]) -> list[Any]:
             for capability in ("8.0", "8.9", "10.0")
             for kind in CHUNKED
         ),
-        *(("8.6", op, (128, 128), RAW) for op in ("kda", "gdn")),
+        *(
+            (capability, op, (128, 128), RAW)
+            for capability in ("8.6", "10.3")
+            for op in ("kda", "gdn")
+        ),
         *(("8.9", *kind) for kind in MORE),
     ),
 )

@@ -63,6 +63,7 @@ GPUS = {
         DescribedGpu("NVIDIA RTX 3090", "8.6", 82, 99 * _KIB, 100 * _KIB, 936 * 10**9),
         DescribedGpu("NVIDIA L4", "8.9", 58, 99 * _KIB, 100 * _KIB, 300 * 10**9),
         DescribedGpu("NVIDIA B200", "10.0", 148, 227 * _KIB, 228 * _KIB, 8000 * 10**9),
+        DescribedGpu("NVIDIA B300", "10.3", 148, 227 * _KIB, 228 * _KIB, 8000 * 10**9),
         DescribedGpu(
             "NVIDIA RTX 5090", "12.0", 170, 99 * _KIB, 100 * _KIB, 1792 * 10**9
         ),
