@@ -35,6 +35,8 @@ SMEM_BYTES = {
     "9.0": 226 * 1024,
     "10.0": 162 * 1024,
     "10.3": 162 * 1024,
+    "12.0": 98 * 1024,
+    "12.1": 98 * 1024,
 }
 HOPPER_SMEM_BYTES = SMEM_BYTES["9.0"]
 # Of copies of rows: the tables and copies of packed segments take half as long.

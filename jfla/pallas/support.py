@@ -28,6 +28,8 @@ MACHINES: dict[str, Machine] = {
     "9.0": "hopper",
     "10.0": "ampere",
     "10.3": "ampere",
+    "12.0": "ampere",
+    "12.1": "ampere",
 }
 SHARED_GPU = "JFLA_SHARED_GPU"
 KERNELS: dict[Machine, str] = {"hopper": "Hopper kernels", "ampere": "mma.sync kernels"}
@@ -158,7 +160,6 @@ _CAPABILITIES = f"{', '.join(_others)} and {_last}"
 # By major compute capability, why there are no kernels for it.
 _FAILS = {
     "7": "which has no mma.sync of bfloat16 and no cp.async",
-    "12": "for which ptxas does not take the sm_120a code that Mosaic GPU writes",
 }
 
 

@@ -11,13 +11,9 @@ REPORT = pathlib.Path(__file__).with_name("mma_report.json")
 COUNTED = {"mma": "HMMA", "copies in": "LDGSTS", "exp2": "MUFU.EX2"}
 WITHOUT_PRODUCTS = {"jfla_copy_ends", "jfla_return_ends", "jfla_gate_grads"}
 DECODE_COUNTED = {"16-byte loads": "LD.E.128", "16-byte stores": "ST.E.128"}
-CAPABILITIES = (
-    "8.0",
-    "8.6",
-    "8.9",
-    "10.0",
-    "10.3",
-)  # 8.6 has the instructions and the memory of 8.9, 10.3 those of 10.0: fewer there
+CAPABILITIES = ("8.0", "8.6", "8.9", "10.0", "10.3", "12.0", "12.1")
+# Each with the instructions and the memory of another one: fewer of these are compiled.
+ALIKE = ("8.6", "10.3", "12.1")
 DIMS = ((64, 64), (128, 128), (64, 128), (128, 64))
 RAW = ("raw", "packed")
 PLAIN = ("initial", "final")
@@ -41,6 +37,7 @@ QUICK = (
     ("8.0", "gdn", (64, 64), RAW),
     ("8.9", "kda", (64, 64), RAW),
     ("10.0", "gdn", (64, 128), PLAIN),
+    ("12.0", "gdn", (128, 64), PLAIN),
     ("8.6", "kda", 1),
 )
 
@@ -59,12 +56,13 @@ def cases(*kinds: tuple[Any, ...]) -> list[Any]:
     cases(
         *(
             (capability, *kind)
-            for capability in ("8.0", "8.9", "10.0")
+            for capability in CAPABILITIES
+            if capability not in ALIKE
             for kind in CHUNKED
         ),
         *(
             (capability, op, (128, 128), RAW)
-            for capability in ("8.6", "10.3")
+            for capability in ALIKE
             for op in ("kda", "gdn")
         ),
         *(("8.9", *kind) for kind in MORE),

@@ -25,6 +25,8 @@ class DescribedGpu:
     def config(self) -> str:
         """For `jax.experimental.topologies`."""
         major, minor = self.compute_capability.split(".")
+        # XLA finds it on a device of these: code of one architecture alone, as of sm_120a.
+        feature = "feature_extension: ACCELERATED_FEATURES" if int(major) >= 9 else ""
         return f"""
 gpu_device_info {{
   threads_per_block_limit: 1024  threads_per_warp: 32  shared_memory_per_block: 49152
@@ -32,7 +34,7 @@ gpu_device_info {{
   fpus_per_core: 128  block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
   memory_bandwidth: {self.memory_bandwidth}  l2_cache_size: 40000000  clock_rate_ghz: 1.5
   device_memory_size: 24000000000  shared_memory_per_block_optin: {self.smem_per_cta}
-  cuda_compute_capability {{ major: {major} minor: {minor} }}
+  cuda_compute_capability {{ major: {major} minor: {minor} {feature} }}
   registers_per_core_limit: 65536  registers_per_block_limit: 65536
 }}
 platform_name: "CUDA"
@@ -67,5 +69,6 @@ GPUS = {
         DescribedGpu(
             "NVIDIA RTX 5090", "12.0", 170, 99 * _KIB, 100 * _KIB, 1792 * 10**9
         ),
+        DescribedGpu("NVIDIA GB10", "12.1", 48, 99 * _KIB, 100 * _KIB, 273 * 10**9),
     )
 }
