@@ -7,7 +7,8 @@ time and waits for its own copies. No warpgroup can wait for another's, so that 
 
 import contextlib
 import contextvars
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Literal
 
 Machine = Literal["hopper", "ampere"]
@@ -20,6 +21,18 @@ _MACHINE: contextvars.ContextVar[Machine] = contextvars.ContextVar(
 def on_hopper() -> bool:
     """Whether kernels are traced with Hopper's instructions here and now."""
     return _MACHINE.get() == "hopper"
+
+
+def for_same_machine[**P, R](function: Callable[P, R]) -> Callable[P, R]:
+    """The function, traced with the instructions of here and now wherever it is called: `jax.vmap` traces it anew."""
+    machine = _MACHINE.get()
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        with tracing_for(machine):
+            return function(*args, **kwargs)
+
+    return call
 
 
 @contextlib.contextmanager

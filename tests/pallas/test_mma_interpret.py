@@ -64,6 +64,23 @@ def test_states_along_time(op):
     assert error(got.final_state, want.final_state) < 5e-3
 
 
+def test_rows_under_vmap_are_those_of_a_batch():
+    """Under `vmap` a kernel is traced anew, behind all that chose its instructions."""
+    arrays, _ = inputs(Call("gdn", batch=2, time=20, group=1))
+    main = [arrays[name] for name in MAIN]
+    op = by_kernels("gdn")
+
+    def row(*main: jax.Array) -> jax.Array:
+        return op(*(x[None] for x in main)).output[0]
+
+    with jfla.pallas.interpret(), jfla.pallas.mma_kernels():
+        mapped = jax.vmap(row)(*main)
+        batched = op(*main).output
+    np.testing.assert_array_equal(
+        *(np.asarray(x.astype("float32")) for x in (mapped, batched))
+    )
+
+
 @pytest.mark.parametrize("factor", [1e3, pytest.param(0.5, marks=pytest.mark.slow)])
 def test_causal_to_the_bit(factor):
     """Also where a later token's gate is so strong that its rows, and only they, take a pass of their own."""

@@ -12,6 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
 from jfla.pallas.context import interpreting
+from jfla.pallas.machine import for_same_machine
 from jfla.pallas.mgpu import row_tiles as _row_tiles  # noqa: F401  copies from any row on
 from jfla.pallas.mgpu import target as _target  # noqa: F401  Mosaic asks it for the architecture
 from jfla.pallas.mgpu.fingerprint import fingerprint
@@ -77,7 +78,7 @@ def launch(
         _check_threads(name, num_warpgroups)
         interpret = plgpu.InterpretGPUParams(detect_races=detect_races)
     kernel = plgpu.kernel(
-        entry,
+        for_same_machine(entry),
         out_type=tuple(out_leaves),
         grid=tuple(grid.values()),
         grid_names=tuple(grid),
