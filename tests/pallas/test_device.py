@@ -58,21 +58,9 @@ CALLS += [
         dtype="float16",
     )
 ]
-CALLS += [
-    Call("kda", gates, time=63, key_dim=256, betas="edge", dtype="float16")
-    for gates in ("strong", "weak")
-]
-CALLS += [
-    Call(
-        "gdn",
-        "strong",
-        time=200,
-        key_dim=256,
-        value_dim=256,
-        betas="edge",
-        dtype="float16",
-    )
-]
+EDGE = {"key_dim": 256, "betas": "edge", "dtype": "float16"}
+CALLS += [Call("kda", gates, time=63, **EDGE) for gates in ("strong", "weak")]
+CALLS += [Call("gdn", "strong", time=200, value_dim=256, **EDGE)]
 # In one launch.
 CALLS += [
     Call(op, "raw", time=1000, heads=16, key_dim=128, value_dim=128)

@@ -177,8 +177,8 @@ def sums_over_v(ctx: GradsGdnCta, tile: Index, num_v_tiles: int) -> SumsOverV:
     zero = zeros(CHUNK, TILE_K)
     zero_rows = plgpu.layout_cast(jnp.zeros(TILE_K, F32), ROWS)
     sums = SumsOverV(zero, zero, zero, zero_rows)
-    # A loop also where there is one tile: beside what follows, its sums would be spilled. Of several tiles it is one
-    # anyway, and an unknown number of them spills.
+    # A loop also where there is one tile: beside what follows, its sums would be spilled. Several tiles are a loop
+    # anyway; with a number that LLVM does not know that one spills.
     count = 1 + ctx.zero if num_v_tiles == 1 else num_v_tiles
     return lax.fori_loop(0, count, add, sums)
 
