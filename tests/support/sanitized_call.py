@@ -1,15 +1,23 @@
 """Small calls for compute-sanitizer, each in a process of its own: forward and gradients of one name in `CALLS`."""
 
-import contextlib
+import functools
 import os
 import sys
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import jax
 
 import jfla
 from jfla.pallas.backward_overlap import BackwardOverlap
-from support.kernel_cases import Call, by_kernels, inputs, results, scheduled
+from support.kernel_cases import (
+    Call,
+    by_kernels,
+    inputs,
+    main_and_rest,
+    results,
+    scheduled,
+)
 
 # Few CTAs, so that each takes several chunks, through all stages of its pipelines.
 ALONE = {"num_sms": 2, "overlap_ctas": 0, "backward_overlap": None}
@@ -20,59 +28,86 @@ BESIDE_THE_GRADIENTS = {
 }
 
 
-class SanitizedCall(NamedTuple):
-    """`schedule` is None for the mma.sync kernels."""
-
-    call: Call
-    schedule: dict[str, Any] | None
+def _chunked(op: Callable[..., Any], call: Call) -> Any:
+    arrays, rest = inputs(call)
+    return jax.jit(lambda arrays: results(op, arrays, rest))(arrays)
 
 
-def _named(op: str) -> dict[str, SanitizedCall]:
+def _on_hopper(call: Call, **schedule: Any) -> Any:
+    return _chunked(scheduled(call.op, interpret=False, **schedule), call)
+
+
+def _by_mma_sync(call: Call) -> Any:
+    with jfla.pallas.mma_kernels():
+        return _chunked(by_kernels(call.op), call)
+
+
+def _decoded(call: Call) -> Any:
+    arrays, rest = inputs(call)
+    main, more = main_and_rest(arrays)
+    decode = getattr(jfla, f"recurrent_{call.op}")
+    return decode(*main, **more, **rest, implementation="pallas")
+
+
+def _decoded_by_mma_sync(call: Call) -> Any:
+    with jfla.pallas.mma_kernels():
+        return _decoded(call)
+
+
+def _named(op: str) -> dict[str, Callable[[], Any]]:
     def call(gates: str, time: int, dim: int, **more: Any) -> Call:
         return Call(op, gates, time=time, key_dim=dim, value_dim=dim, group=1, **more)
 
+    def on_hopper(call: Call, **schedule: Any) -> Callable[[], Any]:
+        return functools.partial(_on_hopper, call, **schedule)
+
+    half = {"dtype": "float16"}
     packed = {"segments": 3, "segment_states": True}
+    tokens = call("raw", 6, 128, batch=2)
     return {
-        "hopper": SanitizedCall(call("strong", 640, 128), ALONE),
-        "hopper raw": SanitizedCall(call("raw", 640, 128), ALONE),
-        "hopper 64": SanitizedCall(call("raw", 448, 64), ALONE),
-        "hopper 256": SanitizedCall(call("strong", 256, 256), ALONE),
-        "hopper float16": SanitizedCall(
-            call("mixed", 448, 128, dtype="float16"), ALONE
+        "hopper": on_hopper(call("strong", 640, 128), **ALONE),
+        "hopper raw": on_hopper(call("raw", 640, 128), **ALONE),
+        "hopper 64": on_hopper(call("raw", 448, 64), **ALONE),
+        "hopper 256": on_hopper(call("strong", 256, 256), **ALONE),
+        "hopper float16": on_hopper(call("mixed", 448, 128, **half), **ALONE),
+        "hopper packed": on_hopper(call("raw", 450, 128, **packed), num_sms=2),
+        "hopper in place": on_hopper(call("raw", 450, 128), num_sms=2, in_place=True),
+        "hopper time splits": on_hopper(call("raw", 768, 128), time_splits=3, **ALONE),
+        "beside the scan": on_hopper(call("strong", 448, 128), **BESIDE_THE_SCAN),
+        "beside the gradients": on_hopper(
+            call("strong", 768, 128), **BESIDE_THE_GRADIENTS
         ),
-        "hopper packed": SanitizedCall(call("raw", 450, 128, **packed), {"num_sms": 2}),
-        "beside the scan": SanitizedCall(call("strong", 448, 128), BESIDE_THE_SCAN),
-        "beside the gradients": SanitizedCall(
-            call("strong", 768, 128), BESIDE_THE_GRADIENTS
+        "decode": functools.partial(_decoded, tokens),
+        "mma.sync 64": functools.partial(_by_mma_sync, call("raw", 320, 64)),
+        "mma.sync": functools.partial(_by_mma_sync, call("mixed", 320, 128)),
+        "mma.sync packed": functools.partial(
+            _by_mma_sync, call("raw", 330, 64, **packed)
         ),
-        "mma.sync 64": SanitizedCall(call("raw", 320, 64), None),
-        "mma.sync": SanitizedCall(call("mixed", 320, 128), None),
-        "mma.sync packed": SanitizedCall(call("raw", 330, 64, **packed), None),
+        "mma.sync decode": functools.partial(_decoded_by_mma_sync, tokens),
     }
 
 
 CALLS = {
     f"{op} {name}": call for op in ("kda", "gdn") for name, call in _named(op).items()
+} | {
+    "kda in turn": functools.partial(
+        _on_hopper,
+        Call("kda", "raw", time=640, segments=4, key_dim=128, value_dim=128, group=1),
+        segments_in_turn=True,
+        **BESIDE_THE_SCAN,
+    ),
+    "gdn spans": functools.partial(
+        _on_hopper,
+        Call("gdn", "raw", time=768, key_dim=128, value_dim=128, group=1),
+        num_spans=4,
+        **ALONE,
+    ),
 }
 
 
-def run(name: str) -> None:
-    """Computes one of `CALLS`."""
-    call, schedule = CALLS[name]
-    arrays, rest = inputs(call)
-    if schedule is None:
-        op = by_kernels(call.op)
-        kernels = jfla.pallas.mma_kernels()
-    else:
-        op = scheduled(call.op, interpret=False, **schedule)
-        kernels = contextlib.nullcontext()
-    with kernels:
-        found = jax.jit(lambda arrays: results(op, arrays, rest))(arrays)
-        jax.block_until_ready(found)
-
-
 if __name__ == "__main__":
-    run(sys.argv[1])
-    print(f"computed: {sys.argv[1]}", flush=True)
+    name = sys.argv[1]
+    jax.block_until_ready(CALLS[name]())
+    print(f"computed: {name}", flush=True)
     # JAX unloads its modules when the process ends, which the tool does not survive.
     os._exit(0)
