@@ -242,19 +242,35 @@ def _recurrence(call: Call, x: Any, ids: Any) -> dict[str, Any]:
 # What is right.
 
 
-def error(got: np.ndarray, want: np.ndarray) -> float:
+def error(got: np.ndarray, want: np.ndarray, of_terms: float = 0.0) -> float:
     """||got - want|| / ||want|| in float64; 0 where they differ by nothing that float32 holds.
 
-    What is rounded to 0 in got's dtype has to be 0.
+    What is rounded to 0 in got's dtype has to be 0. Of a sum over tokens `of_terms` is the norm of its terms, which
+    takes the place of a smaller ||want||.
     """
     step = float(jnp.finfo(got.dtype).smallest_subnormal)
     want = np.where(np.abs(want) < step / 2, 0.0, want)
     difference = np.linalg.norm(got.astype(np.float64) - want)
-    return (
-        0.0
-        if difference <= UNDERFLOW
-        else float(difference / max(np.linalg.norm(want), 1e-300))
-    )
+    size = max(np.linalg.norm(want), of_terms, 1e-300)
+    return 0.0 if difference <= UNDERFLOW else float(difference / size)
+
+
+def terms(call: Call, name: str, x: Arrays, dg: np.ndarray) -> np.ndarray:
+    """What is summed to a cotangent of the gate's parameters, in the shape of dg; of other cotangents nothing.
+
+    The terms have the errors of dg, token by token. Where they cancel, their sum is small, and its error is not.
+    """
+    if name == "ddt_bias":
+        return dg
+    if name != "da_log":
+        return np.zeros(0)
+    raw = x["g"].astype(np.float64) + x.get("dt_bias", 0.0)
+    if call.gate == "sigmoid":
+        return dg * raw
+    # The derivative of exp(a_log) softplus(raw) by a_log, over that by raw, which is 1 far below 0.
+    raw = np.maximum(raw, -100.0)
+    softplus = np.logaddexp(0.0, raw)
+    return dg * softplus * np.exp(softplus - raw)
 
 
 def floor(call: Call, name: str, dtype: np.dtype) -> float:
@@ -344,13 +360,16 @@ class Checked:
                 if not _finite(ref.astype(got.dtype)):
                     continue  # beyond the range of its dtype
             limit = floor(call, name, got.dtype)
-            if (e := error(got, ref)) <= limit:
+            of_terms = 0.0
+            if "dg" in want:
+                of_terms = np.linalg.norm(terms(call, name, cut[0], want["dg"]))
+            if (e := error(got, ref, of_terms)) <= limit:
                 continue
             # What kernels lose may be what float32 loses; "xla" is no measure of itself.
             if call.dtype != "float32" and self._by_kernels(arrays):
                 rounded = rounded or self._rounded_float32(arrays)
                 narrow = part(call, name, rounded[name], head).astype(got.dtype)
-                limit += OF_FLOAT32 * error(narrow, ref)
+                limit += OF_FLOAT32 * error(narrow, ref, of_terms)
             if not e <= limit:
                 wrong.append(f"{name}: error {e:.2e} > {limit:.2e}")
         return wrong

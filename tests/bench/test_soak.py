@@ -177,6 +177,33 @@ def test_what_a_dtype_cannot_hold_is_no_error():
     assert check.error(np.full(4, 6e-8, np.float16), tiny) > 1
 
 
+@pytest.mark.parametrize("gate", ["softplus", "sigmoid"])
+@pytest.mark.parametrize("op", ["kda", "gdn"])
+def test_cotangents_of_the_gate_s_parameters_are_sums_of_their_terms(
+    op: str, gate: str
+):
+    call = dataclasses.replace(
+        PACKED, op=op, transform="grad", gate=gate, dt_bias=True, heads=1
+    )
+    x, ids, cotangents = cases.draw_arrays(Case(call, NUMBERS))
+    want = check.exact(call)(x, ids, cotangents)
+    over_tokens = (0, 1)
+    of_bias = check.terms(call, "ddt_bias", x, want["dg"]).sum(over_tokens)
+    np.testing.assert_allclose(of_bias, want["ddt_bias"], rtol=1e-9)
+    of_rate = check.terms(call, "da_log", x, want["dg"]).sum(over_tokens)
+    of_rate = of_rate.reshape(call.group, -1).sum(1)
+    np.testing.assert_allclose(of_rate, want["da_log"], rtol=1e-9)
+    assert check.terms(call, "dbeta", x, want["dg"]).size == 0
+
+
+def test_a_small_sum_is_as_right_as_its_terms():
+    got = np.array([0.02], np.float32)
+    want = np.array([0.01])
+    assert check.error(got, want) == pytest.approx(1)
+    assert check.error(got, want, of_terms=10.0) == pytest.approx(1e-3)
+    assert check.error(100 * got, 100 * want, of_terms=1e-3) == pytest.approx(1)
+
+
 def test_what_cannot_run_is_a_failure_with_its_message(monkeypatch: pytest.MonkeyPatch):
     def recurrent_gdn(*_, **__):
         raise RuntimeError("no such device\nsecond line")
