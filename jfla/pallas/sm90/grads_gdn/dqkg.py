@@ -47,10 +47,8 @@ from jfla.pallas.mgpu.row_dots import add_row_dots, no_blocks, row_dots
 from jfla.pallas.mgpu.smem import F32, transposed
 from jfla.pallas.mgpu.tile_moves import load_matrix
 from jfla.pallas.mgpu.types import Gmem, Index, Layout, Reg, Smem
-from jfla.pallas.sm90.grads_gdn.smem import (
-    GDN_CONSUMERS,
-    GradsGdnWarpgroup,
-)
+from jfla.pallas.sm90.grads_gdn.smem import GradsGdnWarpgroup
+from jfla.pallas.sm90.grads_pipeline import NUM_CONSUMERS
 from jfla.stages import CHUNK_DECAY, K_FROM_START, K_TO_END, Q_FROM_START
 from jfla.types import CHUNK
 
@@ -79,7 +77,7 @@ def zero_sums() -> SumsOverV:
 
 def add_v_tile(ctx: GradsGdnWarpgroup, v_tile: Index, sums: SumsOverV) -> SumsOverV:
     """Waits for 64 columns of V, adds what they give, and frees their stage."""
-    stage = ctx.stage(v_tile)
+    stage = ctx.pipeline.stage(ctx.work, v_tile)
     plgpu.barrier_wait(ctx.barriers.v_full.at[stage])
     do = ctx.value_tile(stage, DO)
     dv = ctx.value_tile(stage, DV)
@@ -188,8 +186,8 @@ def store_dq_dk(
     outputs = (out_gmem.dq, out_gmem.dk)
     tiles = [ctx.smem.qk.at[which, own_tile] for which in (Q, K)]
     # Behind this no warp has a product in flight any more that reads the tiles of q and k, over which dq and dk go.
-    if ctx.spec.num_tiles == GDN_CONSUMERS:
-        ctx.sync_warpgroups()
+    if ctx.spec.num_tiles == NUM_CONSUMERS:
+        ctx.pipeline.sync_consumers()
     else:
         commit_smem()  # only consumer 0 is here
     for which, tile, dx, dx_gmem in zip((Q, K), tiles, grads, outputs):

@@ -28,7 +28,7 @@ from jfla.pallas.common.results import KernelGrads
 from jfla.pallas.mgpu.branches import when
 from jfla.pallas.mgpu.copies import Copies, arrive_after_stores
 from jfla.pallas.mgpu.overlap import Kernel, PendingResults, ReadyFlags
-from jfla.pallas.mgpu.registers import RegisterLimits, leave_registers, take_registers
+from jfla.pallas.mgpu.registers import RegisterLimits
 from jfla.pallas.mgpu.scheduler import TileScheduler, WorkTile
 from jfla.pallas.mgpu.smem import F32
 from jfla.pallas.mgpu.types import Gmem, Index
@@ -42,16 +42,21 @@ from jfla.pallas.sm90.grads_gdn.dqkg import (
     zero_sums,
 )
 from jfla.pallas.sm90.grads_gdn.smem import (
-    GDN_CONSUMERS,
-    Barriers,
     GradsGdnInputs,
     GradsGdnSpec,
     GradsGdnWarpgroup,
     SharedStorage,
-    grads_gdn_barriers,
     grads_gdn_storage,
 )
-from jfla.pallas.sm90.grads_producer import drain, load_states, produce_chunk
+from jfla.pallas.sm90.grads_pipeline import (
+    NUM_CONSUMERS,
+    ChunkCopies,
+    PipelineBarriers,
+    Roles,
+    ValuePipeline,
+    load_states,
+    pipeline_barriers,
+)
 from jfla.stages import FactoredQK, ScanResults
 from jfla.types import CHUNK
 
@@ -74,7 +79,7 @@ def run_consumer(
 
     plgpu.barrier_wait(ctx.barriers.qk_full)
     write_pair_weights(ctx, sums.weights)
-    ctx.sync_warpgroups()
+    ctx.pipeline.sync_consumers()
 
     # With K = 64 there is one tile of channels, and consumer 1 was only needed for W_k.
     @when(ctx.wg < ctx.spec.num_tiles)
@@ -140,51 +145,45 @@ def grads_gdn(
         spec = spec._replace(grid=grid)
     smem_spec = grads_gdn_storage(spec)
     stages = smem_spec.values.shape[0]
+    copies_of_vectors = 2
+    copies_of_qk = 2 * spec.num_tiles + copies_of_vectors
     scheduler = TileScheduler(spec.grid.num_tiles, max_ctas)
 
     def body(
         gmem: GradsGdnInputs,
         outputs_gmem: KernelGrads | None,
         smem: SharedStorage,
-        barriers: Barriers,
+        barriers: PipelineBarriers,
         cta: Index,
         ready_flags: ReadyFlags,
     ) -> None:
         wg = lax.axis_index("wg")
         out_gmem: Gmem = outputs_gmem if gmem.span is None else gmem.span.results
+        pipeline = ValuePipeline(barriers, spec.v_tiles, stages)
 
         def context(work: WorkTile) -> GradsGdnWarpgroup:
             # Of an opaque zero: with two heads LLVM would have the head, which is the same in every turn, before the
             # roles part, and ptxas spill it.
             index = spec.grid(work.tile_index + work.zero, places_of(gmem.q))
             return GradsGdnWarpgroup(
-                wg + work.zero, work, index, spec, gmem, smem, barriers
+                wg + work.zero, work, index, spec, gmem, smem, pipeline
             )
 
+        def consume(work: WorkTile) -> None:
+            run_consumer(context(work), out_gmem, ready_flags)
+
+        def produce(work: WorkTile) -> None:
+            ctx = context(work)
+            ready_flags.wait(ctx.span_chunk.flag)
+            copies = ChunkCopies(
+                v_tile=functools.partial(load_v_tile, ctx),
+                qk=functools.partial(load_qk, ctx),
+            )
+            pipeline.produce_chunk(work, copies)
+
         tiles = scheduler.up_to(spec.grid.used_tiles(gmem.q))
-
-        def run_roles() -> None:
-            @when(wg < GDN_CONSUMERS)
-            def _():
-                take_registers(REGISTERS.consumer)
-                consume = lambda work: run_consumer(
-                    context(work), out_gmem, ready_flags
-                )
-                tiles.for_each_tile(consume, cta, 0)
-                plgpu.wait_smem_to_gmem(0)
-
-            @when(wg == GDN_CONSUMERS)
-            def _():
-                leave_registers(REGISTERS.producer)
-
-                def produce(work: WorkTile) -> None:
-                    ctx = context(work)
-                    ready_flags.wait(ctx.span_chunk.flag)
-                    produce_chunk(ctx, load_v_tile, load_qk)
-
-                tiles.for_each_tile(produce, cta, 0)
-                drain(barriers, tiles.tile_count(cta), spec.v_tiles, stages)
-
+        roles = Roles(consume, produce)
+        run_roles = lambda: pipeline.run(wg, cta, tiles, REGISTERS, roles)
         tiles.if_any(cta, 0, run_roles)
 
     batch, time, heads, _ = scans.do.shape
@@ -195,10 +194,10 @@ def grads_gdn(
         inputs=GradsGdnInputs(qk.q, qk.k, scans, qk.factors, token_scalars, span),
         outputs=shapes if span is None else None,
         num_ctas=scheduler.num_ctas,
-        num_warpgroups=GDN_CONSUMERS + 1,
-        registers=REGISTERS.of(GDN_CONSUMERS),
+        num_warpgroups=NUM_CONSUMERS + 1,
+        registers=REGISTERS.of(NUM_CONSUMERS),
         smem=smem_spec,
-        barriers=grads_gdn_barriers(spec, stages),
+        barriers=pipeline_barriers(spec.num_tiles, copies_of_qk, stages),
         body=body,
     )
     return PendingResults(

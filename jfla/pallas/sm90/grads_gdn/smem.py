@@ -5,8 +5,8 @@ Who writes what, and until when it is read:
     buffer                      written by              ready at            free at
     states, values              producer, per V tile    v_full[stage]       v_empty[stage]
     qk, factors, token_scalars  producer, per chunk     qk_full             chunk_done
-    weights, diagonals          consumers               sync_warpgroups     next qk_full
-    g_terms, norm_dots          consumers               sync_warpgroups     next qk_full
+    weights, diagonals          consumers               sync_consumers      next qk_full
+    g_terms, norm_dots          consumers               sync_consumers      next qk_full
     qk, now dq and dk           consumers, own tile     their TMA store     chunk_done
 
 The next `qk_full` frees what the consumers write, because the producer issues those copies only
@@ -40,12 +40,15 @@ from jfla.pallas.mgpu.iota import per_row
 from jfla.pallas.mgpu.layouts import ROWS
 from jfla.pallas.mgpu.scheduler import WorkTile
 from jfla.pallas.mgpu.smem import F32, tile_smem
-from jfla.pallas.mgpu.types import Barrier, Gmem, Index, MemorySpec, Reg, Smem
-from jfla.pallas.sm90.grads_producer import with_most_stages
+from jfla.pallas.mgpu.types import Gmem, Index, MemorySpec, Reg, Smem
+from jfla.pallas.sm90.grads_pipeline import (
+    NUM_CONSUMERS,
+    PipelineBarriers,
+    ValuePipeline,
+    with_most_stages,
+)
 from jfla.stages import ScanResults
 from jfla.types import CHUNK
-
-GDN_CONSUMERS = 2  # consumer warpgroups, each of which owns 64 channels of K
 
 
 class GradsGdnInputs(NamedTuple):
@@ -92,16 +95,6 @@ class SharedStorage(NamedTuple):
     g_terms: Smem  # [3, num_tiles] vectors: x . dx by the span of the decay that x meets, see G_UP_TO
 
 
-class Barriers(NamedTuple):
-    """Mbarriers of a CTA: see the table at the top of this file."""
-
-    v_full: Barrier  # [stages]
-    v_empty: Barrier  # [stages]
-    qk_full: Barrier
-    chunk_done: Barrier
-    synced: Barrier  # of `sync_warpgroups`
-
-
 class GradsGdnWarpgroup(NamedTuple):
     """What one warpgroup sees of the chunk and the channel block that its CTA works on.
 
@@ -114,7 +107,11 @@ class GradsGdnWarpgroup(NamedTuple):
     spec: GradsGdnSpec
     gmem: GradsGdnInputs
     smem: SharedStorage
-    barriers: Barriers
+    pipeline: ValuePipeline
+
+    @property
+    def barriers(self) -> PipelineBarriers:
+        return self.pipeline.barriers
 
     @property
     def span_chunk(self) -> ChunkIndex:
@@ -145,20 +142,7 @@ class GradsGdnWarpgroup(NamedTuple):
     @property
     def own_tile(self) -> Index:
         """This consumer's tile of channels; with K = 64 there is one, which number 0 stores."""
-        return self.wg if self.spec.num_tiles == GDN_CONSUMERS else self.work.zero
-
-    @property
-    def num_stages(self) -> int:
-        """Tiles of V in flight."""
-        return self.smem.values.shape[0]
-
-    def v_copy_count(self, v_tile: Index) -> Index:
-        """How many tiles of V this CTA has loaded before this one."""
-        return self.work.iteration * self.spec.v_tiles + v_tile
-
-    def stage(self, v_tile: Index) -> Index:
-        """The pipeline stage of a tile of V of this chunk."""
-        return lax.rem(self.v_copy_count(v_tile), jnp.int32(self.num_stages))
+        return self.wg if self.spec.num_tiles == NUM_CONSUMERS else self.work.zero
 
     def opaque_index(self, n: int) -> Index:
         """n, as a traced value: `dots` cannot close over a reference that a Python int indexed."""
@@ -188,12 +172,6 @@ class GradsGdnWarpgroup(NamedTuple):
         """[C]: 1 / norm of every token's q or k."""
         return load_with_layout(self.smem.token_scalars.at[INV_NORMS + which], ROWS)
 
-    def sync_warpgroups(self) -> None:
-        """Waits for the other consumer; what either wrote to shared memory can then be read."""
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(self.barriers.synced)
-        plgpu.barrier_wait(self.barriers.synced)
-
 
 def grads_gdn_storage(spec: GradsGdnSpec) -> SharedStorage:
     """On the host: shared memory, with as many stages of V as there is room for."""
@@ -217,20 +195,4 @@ def _storage(spec: GradsGdnSpec, stages: int) -> SharedStorage:
         diagonals=vectors(2),
         norm_dots=vectors(2, spec.num_tiles),
         g_terms=vectors(3, spec.num_tiles),
-    )
-
-
-def grads_gdn_barriers(spec: GradsGdnSpec, stages: int) -> Barriers:
-    """On the host. A copy arrives once at its barrier, and so does a consumer."""
-    copies_of_values = 3
-    copies_of_states = 2 * spec.num_tiles
-    copies_of_qk = 2 * spec.num_tiles
-    copies_of_vectors = 2
-    v_copies = copies_of_values + copies_of_states
-    return Barriers(
-        v_full=plgpu.Barrier(num_arrivals=v_copies, num_barriers=stages),
-        v_empty=plgpu.Barrier(num_arrivals=GDN_CONSUMERS, num_barriers=stages),
-        qk_full=plgpu.Barrier(num_arrivals=copies_of_qk + copies_of_vectors),
-        chunk_done=plgpu.Barrier(num_arrivals=GDN_CONSUMERS),
-        synced=plgpu.Barrier(num_arrivals=GDN_CONSUMERS),
     )

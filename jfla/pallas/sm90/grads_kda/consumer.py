@@ -45,10 +45,8 @@ from jfla.pallas.sm90.grads_kda.dqkg import (
     grads_of_states,
     qk_block,
 )
-from jfla.pallas.sm90.grads_kda.smem import (
-    KDA_CONSUMERS,
-    GradsKdaWarpgroup,
-)
+from jfla.pallas.sm90.grads_kda.smem import GradsKdaWarpgroup
+from jfla.pallas.sm90.grads_pipeline import NUM_CONSUMERS
 from jfla.types import CHUNK
 
 
@@ -74,7 +72,7 @@ def run_consumer(
         if ctx.spec.options.qk_norm:
             normalise(ctx)
 
-    ctx.sync_consumers()
+    ctx.pipeline.sync_consumers()
 
     @when(ctx.wg < ctx.spec.num_tiles)
     def _():
@@ -103,7 +101,7 @@ def sums_over_v(ctx: GradsKdaWarpgroup) -> tuple[SumsOverV, Reg]:
         for v_tile in range(ctx.spec.v_tiles):
             # With the same addresses in every tile LLVM would keep them from tile to tile, and ptxas spill them.
             tile_ctx = ctx.recompute_addresses()
-            stage = tile_ctx.stage(v_tile)
+            stage = ctx.pipeline.stage(ctx.work, v_tile)
             plgpu.barrier_wait(ctx.barriers.v_full.at[stage])
             do = ctx.value_tile(stage, DO)
             dv = ctx.value_tile(stage, DV)
@@ -227,7 +225,8 @@ def all_tokens(ctx: GradsKdaWarpgroup, which: int) -> Reg:
 
 def norm_vjp(ctx: GradsKdaWarpgroup, dq: Reg, dk: Reg) -> tuple[Reg, Reg]:
     """x = y / |y|, so dy = (dx - x (x . dx)) / |y|; x . dx takes all channels, of both consumers."""
-    sync = ctx.sync_consumers if ctx.spec.num_tiles == KDA_CONSUMERS else commit_smem
+    shared = ctx.spec.num_tiles == NUM_CONSUMERS
+    sync = ctx.pipeline.sync_consumers if shared else commit_smem
     products = fold(all_tokens(ctx, Q) * dq, all_tokens(ctx, K) * dk)
     # The products take the place of the weights, which both consumers have read in `add_pairs` by now.
     sync()

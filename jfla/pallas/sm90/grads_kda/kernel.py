@@ -31,17 +31,15 @@ from jfla.pallas.common.grads_tiles import load_values
 from jfla.pallas.common.packed_rows import places_of, rows_like
 from jfla.pallas.common.qk_tiles import QkgOperands, QkOptions
 from jfla.pallas.common.results import KernelGrads
-from jfla.pallas.mgpu.branches import when
 from jfla.pallas.mgpu.copies import Copies, prefetch_to_l2
 from jfla.pallas.mgpu.in_place import write_in_place
 from jfla.pallas.mgpu.overlap import Kernel, PendingResults, ReadyFlags, run
-from jfla.pallas.mgpu.registers import RegisterLimits, leave_registers, take_registers
+from jfla.pallas.mgpu.registers import RegisterLimits
 from jfla.pallas.mgpu.scheduler import TileScheduler, WorkTile
 from jfla.pallas.mgpu.smem import BF16, F16, F32
 from jfla.pallas.mgpu.types import Gmem, Index
 from jfla.pallas.sm90.grads_kda.consumer import run_consumer
 from jfla.pallas.sm90.grads_kda.smem import (
-    KDA_CONSUMERS,
     Barriers,
     GradsKdaOperands,
     GradsKdaSpec,
@@ -50,7 +48,13 @@ from jfla.pallas.sm90.grads_kda.smem import (
     grads_kda_barriers,
     grads_kda_storage,
 )
-from jfla.pallas.sm90.grads_producer import drain, load_states, produce_chunk
+from jfla.pallas.sm90.grads_pipeline import (
+    NUM_CONSUMERS,
+    ChunkCopies,
+    Roles,
+    ValuePipeline,
+    load_states,
+)
 from jfla.stages import ScanResults
 from jfla.types import CHUNK
 
@@ -154,6 +158,7 @@ def grads_kda(
         new_results, scratch_gmem = outputs_gmem
         out_gmem: Any = gmem.results if new_results is None else new_results
         wg = lax.axis_index("wg")
+        pipeline = ValuePipeline(barriers.pipeline, spec.v_tiles, stages)
 
         def context(work: WorkTile) -> GradsKdaWarpgroup:
             part = spec.grid(work.tile_index, places_of(gmem.qkg.q))
@@ -166,35 +171,30 @@ def grads_kda(
                 cta,
                 scratch_gmem,
                 smem,
-                barriers,
+                pipeline,
             )
 
+        def consume(work: WorkTile) -> None:
+            run_consumer(context(work), out_gmem, ready_flags)
+
+        def produce(work: WorkTile) -> None:
+            ctx = context(work)
+            ready_flags.wait(ctx.index.flag)
+            copies = ChunkCopies(
+                v_tile=functools.partial(load_v_tile, ctx),
+                qk=functools.partial(load_qk, ctx),
+                prefetch=functools.partial(prefetch_qkg, ctx),
+            )
+            pipeline.produce_chunk(work, copies)
+
         tiles = scheduler.up_to(spec.grid.used_parts(gmem.qkg.q))
-
-        def run_roles() -> None:
-            @when(wg < KDA_CONSUMERS)
-            def _():
-                take_registers(REGISTERS.consumer)
-                plgpu.barrier_wait(barriers.matrices_full)
-                consume = lambda work: run_consumer(
-                    context(work), out_gmem, ready_flags
-                )
-                tiles.for_each_tile(consume, cta, 0)
-                plgpu.wait_smem_to_gmem(0)
-
-            @when(wg == KDA_CONSUMERS)
-            def _():
-                leave_registers(REGISTERS.producer)
-                load_matrices(gmem, smem, barriers.matrices_full)
-
-                def produce(work: WorkTile) -> None:
-                    ctx = context(work)
-                    ready_flags.wait(ctx.index.flag)
-                    produce_chunk(ctx, load_v_tile, load_qk, prefetch_qkg)
-
-                tiles.for_each_tile(produce, cta, 0)
-                drain(barriers, tiles.tile_count(cta), spec.v_tiles, stages)
-
+        roles = Roles(
+            consume,
+            produce,
+            begin_consumer=lambda: plgpu.barrier_wait(barriers.matrices_full),
+            begin_producer=lambda: load_matrices(gmem, smem, barriers.matrices_full),
+        )
+        run_roles = lambda: pipeline.run(wg, cta, tiles, REGISTERS, roles)
         tiles.if_any(cta, 0, run_roles)
 
     kernel = Kernel(
@@ -202,8 +202,8 @@ def grads_kda(
         inputs=operands,
         outputs=(shapes if results is None else None, scratch),
         num_ctas=scheduler.num_ctas,
-        num_warpgroups=KDA_CONSUMERS + 1,
-        registers=REGISTERS.of(KDA_CONSUMERS),
+        num_warpgroups=NUM_CONSUMERS + 1,
+        registers=REGISTERS.of(NUM_CONSUMERS),
         smem=smem_spec,
         barriers=grads_kda_barriers(spec, operands.qkg, stages),
         body=body,

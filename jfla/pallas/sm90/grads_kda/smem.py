@@ -18,8 +18,6 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
@@ -51,11 +49,15 @@ from jfla.pallas.mgpu.types import (
     Reg,
     Smem,
 )
-from jfla.pallas.sm90.grads_producer import with_most_stages
+from jfla.pallas.sm90.grads_pipeline import (
+    NUM_CONSUMERS,
+    PipelineBarriers,
+    ValuePipeline,
+    pipeline_barriers,
+    with_most_stages,
+)
 from jfla.stages import ScanResults
 from jfla.types import CHUNK
-
-KDA_CONSUMERS = 2  # consumer warpgroups, each of which owns 64 channels of K
 
 
 class GradsKdaOperands(NamedTuple):
@@ -113,11 +115,7 @@ class Barriers(NamedTuple):
     """Mbarriers of a CTA: see the table at the top of this file."""
 
     matrices_full: Barrier
-    v_full: Barrier  # [stages]
-    v_empty: Barrier  # [stages]
-    qk_full: Barrier
-    chunk_done: Barrier
-    synced: Barrier  # of `sync_consumers`
+    pipeline: PipelineBarriers
 
 
 class GradsKdaWarpgroup(NamedTuple):
@@ -134,7 +132,11 @@ class GradsKdaWarpgroup(NamedTuple):
     cta: Index  # its number among the kernel's, which may share a launch with another kernel
     scratch_gmem: Gmem  # [CTAs, tiles, 64, C] float32, where dg has 16 bits; else None
     smem: SharedStorage
-    barriers: Barriers
+    pipeline: ValuePipeline
+
+    @property
+    def barriers(self) -> PipelineBarriers:
+        return self.pipeline.barriers
 
     @property
     def zero(self) -> Index:
@@ -166,7 +168,7 @@ class GradsKdaWarpgroup(NamedTuple):
     def own_tile(self) -> Index:
         """This consumer's tile of channels; with K = 64 there is one, which both read and number 0 stores."""
         # Of the warpgroup's number in both cases: with an opaque zero for each access ptxas spilled 48 bytes.
-        return self.wg if self.spec.num_tiles == KDA_CONSUMERS else self.wg >> 1
+        return self.wg if self.spec.num_tiles == NUM_CONSUMERS else self.wg >> 1
 
     @property
     def qk(self) -> QkTiles:
@@ -187,19 +189,6 @@ class GradsKdaWarpgroup(NamedTuple):
         """`use` of this consumer's channels of an array [B, T, heads, K] that the kernel writes."""
         columns = self.part.columns(self.own_tile)
         return self.index.for_rows(ref_gmem, self.spec.heads, columns, use)
-
-    @property
-    def num_stages(self) -> int:
-        """Tiles of V in flight."""
-        return self.smem.values.shape[0]
-
-    def v_copy_count(self, v_tile: Index) -> Index:
-        """How many tiles of V this CTA has loaded before this one."""
-        return self.work.iteration * self.spec.v_tiles + v_tile
-
-    def stage(self, v_tile: Index) -> Index:
-        """The pipeline stage of a tile of V of this chunk."""
-        return lax.rem(self.v_copy_count(v_tile), jnp.int32(self.num_stages))
 
     def value_tile(self, stage: Index, which: Index) -> Smem:
         """Of DO, DV, V_NEW; by a traced number: `dots` cannot close over a reference that a Python int indexed."""
@@ -251,12 +240,6 @@ class GradsKdaWarpgroup(NamedTuple):
         decay = load_with_layout(self.smem.block_decay.at[self.own_tile, span], ROWS)
         return per_row(decay, BLOCK)
 
-    def sync_consumers(self) -> None:
-        """Waits for the other consumer; what either wrote to shared memory can then be read."""
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(self.barriers.synced)
-        plgpu.barrier_wait(self.barriers.synced)
-
 
 def _shift(which: int) -> float:
     """Of the sums of rows, or of columns: see `pair_passes.py`."""
@@ -300,15 +283,11 @@ def _storage(spec: GradsKdaSpec, operands: QkgOperands, stages: int) -> SharedSt
 def grads_kda_barriers(
     spec: GradsKdaSpec, operands: QkgOperands, stages: int
 ) -> Barriers:
-    """On the host. A copy arrives once at its barrier, and so does a consumer."""
+    """On the host."""
     has_bias = not spec.options.no_gate
     has_resets = operands.resets is not None
     copies_of_qk = spec.num_tiles * (2 + has_bias) + has_resets + spec.options.qk_norm
     return Barriers(
         matrices_full=plgpu.Barrier(num_arrivals=2 + len(SUM_MATRICES)),
-        v_full=plgpu.Barrier(num_arrivals=3 + 2 * spec.num_tiles, num_barriers=stages),
-        v_empty=plgpu.Barrier(num_arrivals=KDA_CONSUMERS, num_barriers=stages),
-        qk_full=plgpu.Barrier(num_arrivals=copies_of_qk),
-        chunk_done=plgpu.Barrier(num_arrivals=KDA_CONSUMERS),
-        synced=plgpu.Barrier(num_arrivals=KDA_CONSUMERS),
+        pipeline=pipeline_barriers(spec.num_tiles, copies_of_qk, stages),
     )
