@@ -239,7 +239,8 @@ def _check_shapes(
             raise ValueError(
                 f"{name} must be {axes} with no axis of length 0, got {_show(shape)}"
             )
-    heads, value_heads = arrays["q"].shape[2], arrays["v"].shape[2]
+    heads = arrays["q"].shape[2]
+    value_heads = arrays["v"].shape[2]
     for name, wanted, axes in _array_rules(
         op, arrays, num_segments, return_final_state
     ):

@@ -73,7 +73,8 @@ def run(
     for slots in (1, workload.slots):
         serve(model, plan, slots, console, f"{slots} at a time, compiling")
         results[slots] = serve(model, plan, slots, console, f"{slots} at a time")
-    one, many = results[1], results[workload.slots]
+    one = results[1]
+    many = results[workload.slots]
     for alone, among in zip(one.requests, many.requests, strict=True):
         if alone.tokens != among.tokens:
             raise RuntimeError(

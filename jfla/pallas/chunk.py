@@ -161,7 +161,8 @@ def _forward(
         schedule = _undivided(schedule)
     keeps_states = for_backward and _writes_in_place(inputs)
     output_scan = _output_scan(x, options, schedule, keeps_states)
-    entered, split_r = None, None
+    entered = None
+    split_r = None
     if schedule.overlap_ctas and stretch is None:
         intra_results, scanned = _intra_beside_scan(
             x, inputs, options, schedule, output_scan, for_backward
@@ -251,8 +252,10 @@ def _scan_of_all_chunks(
     """The scan behind the intra-chunk kernel; of a stretch of time also how it is entered, and its splits' maps R."""
     config = ScanConfig.of(schedule, schedule.scan_v_block)
     initial = x.initial
-    qk, pairs = intra_results.qk, intra_results.intra
-    entered, split_r = None, None
+    qk = intra_results.qk
+    pairs = intra_results.intra
+    entered = None
+    split_r = None
     splits = schedule.time_splits if stretch is None else schedule.stretch_splits
     if splits > 1 or stretch is not None:
         with jax.named_scope("jfla_split_time"):
@@ -312,7 +315,8 @@ def _backward(
         )
     if group_chunks is not None:
         schedule = _undivided(schedule)
-    entered, split_r = residuals.entered, residuals.split_r
+    entered = residuals.entered
+    split_r = residuals.split_r
     if entered is not None and split_r is not None:
         x = x._replace(initial=to_kernel_state(entered.states[:, 0]))
         if schedule.time_splits == 1:  # else `both_scans` has the maps anyway

@@ -180,7 +180,8 @@ def _read(fingerprint: str) -> KernelCode | None:
     # A folder that may only be read serves as well.
     with contextlib.suppress(OSError):
         path.touch()
-    digest, text = data[:32], data[32:]
+    digest = data[:32]
+    text = data[32:]
     if hashlib.sha256(text).digest() != digest:
         return None
     fields = json.loads(zlib.decompress(text))

@@ -22,8 +22,10 @@ def whole_rows(columns: int) -> Layout:
     """
     if columns == 128:
         tiles = ((4, 128), (4,))
-        warps, lanes = (-3,), (-2,)
+        warps = (-3,)
+        lanes = (-2,)
     else:
         tiles = ((8, 64), (2, 64), (4,))
-        warps, lanes = (-5,), (-3, -2)
+        warps = (-5,)
+        lanes = (-3, -2)
     return plgpu.Layout.TILED(Tiling(tiles), warps, lanes, vector_dim=-1)

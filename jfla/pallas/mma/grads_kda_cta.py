@@ -18,18 +18,14 @@ from jfla.pallas.mma.kda_blocks import ChunkDecays
 from jfla.stages import ScanResults
 from jfla.types import CHUNK
 
-# Of SharedStorage.lines: squared norms of q and k, two lines; log2_bias, where there is a gate; resets, where sequences
-# are packed; do . v_new and dv . v_new of every token, two lines; of a row the least sum of log2 decays since its block
-# began; what the states give to dg of every token.
-SQUARE_NORMS, LOG2_BIAS, RESETS, DIAGONALS, LEAST, DG_CHUNK, NUM_LINES = (
-    0,
-    2,
-    3,
-    4,
-    6,
-    7,
-    8,
-)
+# Of SharedStorage.lines
+SQUARE_NORMS = 0  # of q and of k
+LOG2_BIAS = 2  # where there is a gate
+RESETS = 3  # where sequences are packed
+DIAGONALS = 4  # do . v_new and dv . v_new of every token
+LEAST = 6  # of a row the least sum of log2 decays since its block began
+DG_CHUNK = 7  # what the states give to dg of every token
+NUM_LINES = 8
 LEAST_OF_ALL = DG_CHUNK  # which has been read by then
 HIGH, LOW = range(2)  # the two bf16 parts of a number
 

@@ -28,7 +28,7 @@ NUM_CONSUMERS = 2  # consumer warpgroups, each of which owns 64 channels of K
 MAX_V_STAGES = 3  # tiles of V in flight, at most
 
 
-class PipelineBarriers(NamedTuple):
+class GradsBarriers(NamedTuple):
     """Mbarriers of a CTA."""
 
     v_full: Barrier  # [stages]
@@ -38,14 +38,12 @@ class PipelineBarriers(NamedTuple):
     synced: Barrier  # of `ValuePipeline.sync_consumers`
 
 
-def pipeline_barriers(
-    num_tiles: int, copies_of_qk: int, stages: int
-) -> PipelineBarriers:
+def grads_barriers(num_tiles: int, copies_of_qk: int, stages: int) -> GradsBarriers:
     """On the host, for so many tiles of channels. A copy arrives once at its barrier, and so does a consumer."""
     copies_of_values = 3
     copies_of_states = 2 * num_tiles
     v_copies = copies_of_values + copies_of_states
-    return PipelineBarriers(
+    return GradsBarriers(
         v_full=plgpu.Barrier(num_arrivals=v_copies, num_barriers=stages),
         v_empty=plgpu.Barrier(num_arrivals=NUM_CONSUMERS, num_barriers=stages),
         qk_full=plgpu.Barrier(num_arrivals=copies_of_qk),
@@ -82,7 +80,7 @@ class ChunkCopies(NamedTuple):
 class ValuePipeline(NamedTuple):
     """The pipeline of a CTA."""
 
-    barriers: PipelineBarriers
+    barriers: GradsBarriers
     v_tiles: int  # of 64 columns of V, in a chunk
     num_stages: int  # tiles of V in flight
 

@@ -134,7 +134,8 @@ def _steps(
     if config.sequences_per_group:
         place = index.batch * jnp.int32(spec.value_heads) + index.head  # in every group
         count = spec.sequences_at(place, config.sequences_per_group)
-        first, end = jnp.int32(0), jnp.int32(count * spec.n_chunks)
+        first = jnp.int32(0)
+        end = jnp.int32(count * spec.n_chunks)
     elif segments is None:
         per_split = -(-spec.n_chunks // spec.time_splits)
         first = index.time_split * per_split

@@ -51,11 +51,11 @@ from jfla.pallas.sm90.grads_gdn.smem import (
 from jfla.pallas.sm90.grads_pipeline import (
     NUM_CONSUMERS,
     ChunkCopies,
-    PipelineBarriers,
+    GradsBarriers,
     Roles,
     ValuePipeline,
+    grads_barriers,
     load_states,
-    pipeline_barriers,
 )
 from jfla.stages import FactoredQK, ScanResults
 from jfla.types import CHUNK
@@ -153,7 +153,7 @@ def grads_gdn(
         gmem: GradsGdnInputs,
         outputs_gmem: KernelGrads | None,
         smem: SharedStorage,
-        barriers: PipelineBarriers,
+        barriers: GradsBarriers,
         cta: Index,
         ready_flags: ReadyFlags,
     ) -> None:
@@ -197,7 +197,7 @@ def grads_gdn(
         num_warpgroups=NUM_CONSUMERS + 1,
         registers=REGISTERS.of(NUM_CONSUMERS),
         smem=smem_spec,
-        barriers=pipeline_barriers(spec.num_tiles, copies_of_qk, stages),
+        barriers=grads_barriers(spec.num_tiles, copies_of_qk, stages),
         body=body,
     )
     return PendingResults(

@@ -43,7 +43,7 @@ from jfla.pallas.mgpu.smem import F32, tile_smem
 from jfla.pallas.mgpu.types import Gmem, Index, MemorySpec, Reg, Smem
 from jfla.pallas.sm90.grads_pipeline import (
     NUM_CONSUMERS,
-    PipelineBarriers,
+    GradsBarriers,
     ValuePipeline,
     with_most_stages,
 )
@@ -110,7 +110,7 @@ class GradsGdnWarpgroup(NamedTuple):
     pipeline: ValuePipeline
 
     @property
-    def barriers(self) -> PipelineBarriers:
+    def barriers(self) -> GradsBarriers:
         return self.pipeline.barriers
 
     @property

@@ -51,9 +51,9 @@ from jfla.pallas.mgpu.types import (
 )
 from jfla.pallas.sm90.grads_pipeline import (
     NUM_CONSUMERS,
-    PipelineBarriers,
+    GradsBarriers,
     ValuePipeline,
-    pipeline_barriers,
+    grads_barriers,
     with_most_stages,
 )
 from jfla.stages import ScanResults
@@ -115,7 +115,7 @@ class Barriers(NamedTuple):
     """Mbarriers of a CTA: see the table at the top of this file."""
 
     matrices_full: Barrier
-    pipeline: PipelineBarriers
+    pipeline: GradsBarriers
 
 
 class GradsKdaWarpgroup(NamedTuple):
@@ -135,7 +135,7 @@ class GradsKdaWarpgroup(NamedTuple):
     pipeline: ValuePipeline
 
     @property
-    def barriers(self) -> PipelineBarriers:
+    def barriers(self) -> GradsBarriers:
         return self.pipeline.barriers
 
     @property
@@ -289,5 +289,5 @@ def grads_kda_barriers(
     copies_of_qk = spec.num_tiles * (2 + has_bias) + has_resets + spec.options.qk_norm
     return Barriers(
         matrices_full=plgpu.Barrier(num_arrivals=2 + len(SUM_MATRICES)),
-        pipeline=pipeline_barriers(spec.num_tiles, copies_of_qk, stages),
+        pipeline=grads_barriers(spec.num_tiles, copies_of_qk, stages),
     )
