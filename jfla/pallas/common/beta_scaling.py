@@ -16,7 +16,7 @@ from jfla.types import CHUNK
 
 # Of a buffer [3, C]: s and t, and beta behind them. In the place of s one thread of four would write over what the
 # others read.
-BETA = 2
+BETA_LINE = 2
 
 
 def write_beta_scaling(beta_smem: Smem, scaling_smem: Smem) -> None:

@@ -137,7 +137,7 @@ class _Rows:
         return llvm.load(vector, pointer_at(self._first, offset, self._element))
 
 
-def store_transposed(x: Reg, rows_gmem: Gmem) -> None:
+def store_rows_transposed(x: Reg, rows_gmem: Gmem) -> None:
     """x [64, rows] to [rows, 64] in global memory."""
     if interpreting():
         rows_gmem[...] = x.T

@@ -30,7 +30,7 @@ from jfla.pallas.mgpu.folded_sums import fold, fold_selector, unfold
 from jfla.pallas.mgpu.iota import iota, per_column, per_row
 from jfla.pallas.mgpu.layouts import COLS, ROWS, WIDE
 from jfla.pallas.mgpu.mma import MatmulQueue, Sum, dot, zeros
-from jfla.pallas.mgpu.moves import load_scratch, store_transposed
+from jfla.pallas.mgpu.moves import load_scratch, store_rows_transposed
 from jfla.pallas.mgpu.overlap import ReadyFlags
 from jfla.pallas.mgpu.row_dots import add_row_dots, no_blocks, row_dots
 from jfla.pallas.mgpu.smem import BF16, F32, transposed
@@ -197,7 +197,7 @@ def store_grads(
             store = functools.partial(store_tile, ctx.own_qk_tile(which))
             ctx.for_own_rows(target, store)
     dg = dg.astype(out_gmem.dg.dtype)
-    ctx.for_own_rows(out_gmem.dg, functools.partial(store_transposed, dg))
+    ctx.for_own_rows(out_gmem.dg, functools.partial(store_rows_transposed, dg))
 
 
 def with_equal_pairs(ctx: GradsKdaWarpgroup, dq: Blocks, dk: Blocks) -> tuple[Reg, Reg]:
@@ -212,7 +212,7 @@ def with_equal_pairs(ctx: GradsKdaWarpgroup, dq: Blocks, dk: Blocks) -> tuple[Re
 def finish_dx(ctx: GradsKdaWarpgroup, which: int, dx: Reg, target_gmem: Rows) -> None:
     """dq or dk to shared memory; float32 to global memory."""
     if target_gmem.dtype == F32:
-        store = functools.partial(store_transposed, dx)
+        store = functools.partial(store_rows_transposed, dx)
         ctx.for_own_rows(target_gmem, store)
     else:
         write_transposed(ctx.own_qk_tile(which), dx.astype(target_gmem.dtype))

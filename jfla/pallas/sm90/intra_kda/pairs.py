@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jfla.pallas.common.beta_scaling import BETA, write_a_inv, write_beta_scaling
+from jfla.pallas.common.beta_scaling import BETA_LINE, write_a_inv, write_beta_scaling
 from jfla.pallas.common.pair_passes import BLOCK, NUM_BLOCKS
 from jfla.pallas.common.qk_tiles import K, Q
 from jfla.pallas.mgpu.branches import cond, int_of
@@ -125,7 +125,7 @@ def store_a(ctx: IntraKdaWarpgroup, pairs: Pairs, outputs: IntraKdaOutputs) -> N
     store_tile(a_qk, index.tile(outputs.a_qk))
     if qk_dots is None:
         plgpu.barrier_wait(ctx.barriers.beta_full)
-    write_beta_scaling(scaling.at[BETA], scaling)
+    write_beta_scaling(scaling.at[BETA_LINE], scaling)
     commit_smem()
     lower = inverse_smem.at[zero]
     for block in range(NUM_BLOCKS):

@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-from jfla.pallas.common.beta_scaling import BETA
+from jfla.pallas.common.beta_scaling import BETA_LINE
 from jfla.pallas.common.chunk_index import TILE_K, ChunkPart, PartGrid
 from jfla.pallas.common.decay_sums import NUM_BLOCK_SPANS, ROW_SUMS, SUM_MATRICES
 from jfla.pallas.common.packed_rows import INPUTS, places_of
@@ -330,7 +330,7 @@ class IntraKdaWarpgroup(NamedTuple):
         """Starts the copies of beta, and of the diagonal of a_qk where it is given."""
         source = self.qk.index.tile(self.gmem.beta)
         copies = Copies(self.barriers.beta_full)
-        copies.start(source.at[0], self.smem.beta_scaling.at[BETA])
+        copies.start(source.at[0], self.smem.beta_scaling.at[BETA_LINE])
         if self.smem.qk_dots is not None:
             dots = self.qk.index.tile(self.gmem.qk_dots)
             copies.start(dots.at[0], self.smem.qk_dots.at[0])

@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
 from jfla.pallas.common.beta_scaling import (
-    BETA,
+    BETA_LINE,
     scale_rows_and_columns,
     write_a_inv,
     write_beta_scaling,
@@ -71,7 +71,7 @@ def sum_blocks(
         sequence, head, chunk = map(lax.axis_index, ("sequence", "head", "chunk"))
         index = ChunkIndex(sequence, head, chunk)
         zero = opaque_zero()
-        beta = smem.beta_scaling.at[BETA]
+        beta = smem.beta_scaling.at[BETA_LINE]
         plgpu.copy_gmem_to_smem(index.tile(gmem.beta).at[0], beta, beta_full)
         terms = index.tile(gmem.block_sums)
 
