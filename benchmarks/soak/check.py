@@ -242,24 +242,23 @@ def _recurrence(call: Call, x: Any, ids: Any) -> dict[str, Any]:
 # What is right.
 
 
-def error(got: np.ndarray, want: np.ndarray, of_terms: float = 0.0) -> float:
+def error(got: np.ndarray, want: np.ndarray) -> float:
     """||got - want|| / ||want|| in float64; 0 where they differ by nothing that float32 holds.
 
-    What is rounded to 0 in got's dtype has to be 0. Of a sum over tokens `of_terms` is the norm of its terms, which
-    takes the place of a smaller ||want||.
+    What is rounded to 0 in got's dtype has to be 0.
     """
     step = float(jnp.finfo(got.dtype).smallest_subnormal)
     want = np.where(np.abs(want) < step / 2, 0.0, want)
     difference = np.linalg.norm(got.astype(np.float64) - want)
-    size = max(np.linalg.norm(want), of_terms, 1e-300)
-    return 0.0 if difference <= UNDERFLOW else float(difference / size)
+    return (
+        0.0
+        if difference <= UNDERFLOW
+        else float(difference / max(np.linalg.norm(want), 1e-300))
+    )
 
 
 def terms(call: Call, name: str, x: Arrays, dg: np.ndarray) -> np.ndarray:
-    """What is summed to a cotangent of the gate's parameters, in the shape of dg; of other cotangents nothing.
-
-    The terms have the errors of dg, token by token. Where they cancel, their sum is small, and its error is not.
-    """
+    """What is summed to a cotangent of the gate's parameters, in the shape of dg; of other cotangents nothing."""
     if name == "ddt_bias":
         return dg
     if name != "da_log":
@@ -271,6 +270,17 @@ def terms(call: Call, name: str, x: Arrays, dg: np.ndarray) -> np.ndarray:
     raw = np.maximum(raw, -100.0)
     softplus = np.logaddexp(0.0, raw)
     return dg * softplus * np.exp(softplus - raw)
+
+
+def beside_terms(got: np.ndarray, want: np.ndarray, terms: np.ndarray) -> str:
+    """How a message ends that tells of a sum: with ||got - want|| / ||terms||; empty where there are no terms.
+
+    The terms have the errors of dg, token by token. Where they cancel, their sum is small, and its error is not.
+    """
+    if not terms.size:
+        return ""
+    difference = np.linalg.norm(got.astype(np.float64) - want)
+    return f", {difference / max(np.linalg.norm(terms), 1e-300):.2e} of its terms"
 
 
 def floor(call: Call, name: str, dtype: np.dtype) -> float:
@@ -360,18 +370,18 @@ class Checked:
                 if not _finite(ref.astype(got.dtype)):
                     continue  # beyond the range of its dtype
             limit = floor(call, name, got.dtype)
-            of_terms = 0.0
-            if "dg" in want:
-                of_terms = np.linalg.norm(terms(call, name, cut[0], want["dg"]))
-            if (e := error(got, ref, of_terms)) <= limit:
+            if (e := error(got, ref)) <= limit:
                 continue
             # What kernels lose may be what float32 loses; "xla" is no measure of itself.
             if call.dtype != "float32" and self._by_kernels(arrays):
                 rounded = rounded or self._rounded_float32(arrays)
                 narrow = part(call, name, rounded[name], head).astype(got.dtype)
-                limit += OF_FLOAT32 * error(narrow, ref, of_terms)
+                limit += OF_FLOAT32 * error(narrow, ref)
             if not e <= limit:
-                wrong.append(f"{name}: error {e:.2e} > {limit:.2e}")
+                dg = want.get("dg", np.zeros(0))
+                summed = terms(call, name, cut[0], dg)
+                of_terms = beside_terms(got, ref, summed)
+                wrong.append(f"{name}: error {e:.2e} > {limit:.2e}{of_terms}")
         return wrong
 
     def _by_kernels(self, arrays: Any) -> bool:

@@ -196,12 +196,25 @@ def test_cotangents_of_the_gate_s_parameters_are_sums_of_their_terms(
     assert check.terms(call, "dbeta", x, want["dg"]).size == 0
 
 
-def test_a_small_sum_is_as_right_as_its_terms():
+def test_the_error_of_a_sum_is_told_beside_its_terms(monkeypatch: pytest.MonkeyPatch):
     got = np.array([0.02], np.float32)
     want = np.array([0.01])
-    assert check.error(got, want) == pytest.approx(1)
-    assert check.error(got, want, of_terms=10.0) == pytest.approx(1e-3)
-    assert check.error(100 * got, 100 * want, of_terms=1e-3) == pytest.approx(1)
+    of_terms = check.beside_terms(got, want, np.array([6.0, -8.0]))
+    assert of_terms == ", 1.00e-03 of its terms"
+    assert check.beside_terms(got, want, np.zeros(0)) == ""
+
+    call = dataclasses.replace(PACKED, transform="grad", gate="sigmoid")
+    checked = check.Checked(call, "xla")
+    op = checked._op
+
+    def wrong(*arrays):
+        found = op(*arrays)
+        return found | {"da_log": 1.1 * found["da_log"]}
+
+    checked._op = wrong
+    (problem,) = checked.problems(NUMBERS)
+    assert problem.startswith("da_log: error 1.00e-01 > ")
+    assert problem.endswith(" of its terms")
 
 
 def test_what_cannot_run_is_a_failure_with_its_message(monkeypatch: pytest.MonkeyPatch):

@@ -37,11 +37,6 @@ def _on_hopper(call: Call, **schedule: Any) -> Any:
     return _chunked(scheduled(call.op, interpret=False, **schedule), call)
 
 
-def _by_mma_sync(call: Call) -> Any:
-    with jfla.pallas.mma_kernels():
-        return _chunked(by_kernels(call.op), call)
-
-
 def _decoded(call: Call) -> Any:
     arrays, rest = inputs(call)
     main, more = main_and_rest(arrays)
@@ -49,9 +44,9 @@ def _decoded(call: Call) -> Any:
     return decode(*main, **more, **rest, implementation="pallas")
 
 
-def _decoded_by_mma_sync(call: Call) -> Any:
+def _by_mma_sync(compute: Callable[..., Any], *args: Any) -> Any:
     with jfla.pallas.mma_kernels():
-        return _decoded(call)
+        return compute(*args)
 
 
 def _named(op: str) -> dict[str, Callable[[], Any]]:
@@ -60,6 +55,9 @@ def _named(op: str) -> dict[str, Callable[[], Any]]:
 
     def on_hopper(call: Call, **schedule: Any) -> Callable[[], Any]:
         return functools.partial(_on_hopper, call, **schedule)
+
+    def by_mma_sync(call: Call) -> Callable[[], Any]:
+        return functools.partial(_by_mma_sync, _chunked, by_kernels(op), call)
 
     half = {"dtype": "float16"}
     packed = {"segments": 3, "segment_states": True}
@@ -78,12 +76,10 @@ def _named(op: str) -> dict[str, Callable[[], Any]]:
             call("strong", 768, 128), **BESIDE_THE_GRADIENTS
         ),
         "decode": functools.partial(_decoded, tokens),
-        "mma.sync 64": functools.partial(_by_mma_sync, call("raw", 320, 64)),
-        "mma.sync": functools.partial(_by_mma_sync, call("mixed", 320, 128)),
-        "mma.sync packed": functools.partial(
-            _by_mma_sync, call("raw", 330, 64, **packed)
-        ),
-        "mma.sync decode": functools.partial(_decoded_by_mma_sync, tokens),
+        "mma.sync 64": by_mma_sync(call("raw", 320, 64)),
+        "mma.sync": by_mma_sync(call("mixed", 320, 128)),
+        "mma.sync packed": by_mma_sync(call("raw", 330, 64, **packed)),
+        "mma.sync decode": functools.partial(_by_mma_sync, _decoded, tokens),
     }
 
 

@@ -14,8 +14,8 @@ from jfla.pallas.mgpu.triangular import TriangularInverse
 from jfla.pallas.mgpu.types import Index, Reg, Smem
 from jfla.types import CHUNK
 
-# Of a buffer [3, C]: s and t, and beta behind them. In the place of s one thread of four would write over what the
-# others read.
+# Of a buffer [3, C]: s, t, and beta. beta has a line of its own: four threads of a warp read the same element of it,
+# and the first one that stored s there would race with the loads of the three others.
 BETA_LINE = 2
 
 

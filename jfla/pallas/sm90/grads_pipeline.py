@@ -29,12 +29,14 @@ MAX_V_STAGES = 3  # tiles of V in flight, at most
 
 
 class GradsBarriers(NamedTuple):
-    """Mbarriers of a CTA."""
+    """Mbarriers of a CTA. Each kernel's `smem.py` has a table of the buffers that they guard."""
 
-    v_full: Barrier  # [stages]
-    v_empty: Barrier  # [stages]
-    qk_full: Barrier
-    chunk_done: Barrier
+    v_full: Barrier  # [stages]: the copies of a tile of V have arrived
+    v_empty: Barrier  # [stages]: both consumers have read the tile
+    qk_full: Barrier  # the copies of the chunk's q, k and vectors have arrived
+    chunk_done: (
+        Barrier  # both consumers have read all of the chunk, and their stores have
+    )
     synced: Barrier  # of `ValuePipeline.sync_consumers`
 
 

@@ -121,6 +121,14 @@ def load_qk(ctx: GradsGdnWarpgroup) -> None:
             index.for_rows(source, ctx.spec.heads, ctx.columns(tile), start)
 
 
+def chunk_copies(ctx: GradsGdnWarpgroup) -> ChunkCopies:
+    """Of the producer's chunk."""
+    return ChunkCopies(
+        v_tile=functools.partial(load_v_tile, ctx),
+        qk=functools.partial(load_qk, ctx),
+    )
+
+
 def grads_gdn(
     qk: FactoredQK,
     token_scalars: jax.Array,
@@ -175,11 +183,7 @@ def grads_gdn(
         def produce(work: WorkTile) -> None:
             ctx = context(work)
             ready_flags.wait(ctx.span_chunk.flag)
-            copies = ChunkCopies(
-                v_tile=functools.partial(load_v_tile, ctx),
-                qk=functools.partial(load_qk, ctx),
-            )
-            pipeline.produce_chunk(work, copies)
+            pipeline.produce_chunk(work, chunk_copies(ctx))
 
         tiles = scheduler.up_to(spec.grid.used_tiles(gmem.q))
         roles = Roles(consume, produce)

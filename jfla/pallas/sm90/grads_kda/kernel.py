@@ -102,6 +102,15 @@ def load_qk(ctx: GradsKdaWarpgroup) -> None:
         copies.start(index.tile(ctx.gmem.inv_norms), smem.inv_norms)
 
 
+def chunk_copies(ctx: GradsKdaWarpgroup) -> ChunkCopies:
+    """Of the producer's chunk."""
+    return ChunkCopies(
+        v_tile=functools.partial(load_v_tile, ctx),
+        qk=functools.partial(load_qk, ctx),
+        prefetch=functools.partial(prefetch_qkg, ctx),
+    )
+
+
 def load_matrices(gmem: GradsKdaOperands, smem: SharedStorage, full: Gmem) -> None:
     """Starts the copies of the matrices that sum over tokens, once."""
     for i in range(len(SUM_MATRICES)):
@@ -180,12 +189,7 @@ def grads_kda(
         def produce(work: WorkTile) -> None:
             ctx = context(work)
             ready_flags.wait(ctx.index.flag)
-            copies = ChunkCopies(
-                v_tile=functools.partial(load_v_tile, ctx),
-                qk=functools.partial(load_qk, ctx),
-                prefetch=functools.partial(prefetch_qkg, ctx),
-            )
-            pipeline.produce_chunk(work, copies)
+            pipeline.produce_chunk(work, chunk_copies(ctx))
 
         tiles = scheduler.up_to(spec.grid.used_parts(gmem.qkg.q))
         roles = Roles(

@@ -9,6 +9,7 @@ A CTA has room for 128 channels. With K = 256 each takes a channel block of a ch
 blocks add to the A matrices is summed and inverted by `sum_blocks.py`.
 """
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -146,9 +147,7 @@ def intra_kda(
         body=body,
     )
 
-    def resolve(outputs: IntraKdaOutputs) -> IntraResults:
-        return _intra_results(outputs, beta, qk_dots)
-
+    resolve = functools.partial(_intra_results, beta=beta, qk_dots=qk_dots)
     return PendingResults(kernel, resolve)
 
 
