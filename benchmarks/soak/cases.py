@@ -9,6 +9,7 @@ import numpy as np
 from benchmarks.internals import CHUNK
 
 Arrays = dict[str, np.ndarray]
+Indices = dict[str, np.ndarray]  # arguments without gradients, by name
 
 MAIN = ("q", "k", "v", "g", "beta")
 GATE = (
@@ -20,6 +21,8 @@ SPLIT = "shard_map"  # one more transform, where there are several devices
 DECAYS = ("none", "weak", "usual", "strong", "mixed", "bounded")
 BETAS = ("usual", "edge")
 LAYOUTS = ("uniform", "skewed", "any")
+STATES_EVERY = (64, 128, 320)  # tokens, of the chunked form
+FREE_SLOTS = 2  # of a pool, which no row names
 RUN = 16  # tokens in a row whose decays are of one size, where they are mixed
 MAPPED = 2  # length of the axis that "vmap" maps over
 
@@ -30,7 +33,9 @@ class Call:
 
     `segments` is 0 without packing. `state` is the dtype of the initial state, or None. With
     segments, a state or `final` makes one state for each of them. `narrow` gives g and beta the
-    dtype of q, too.
+    dtype of q, too. `states_every` is n where the states after every n tokens come back, in the
+    recurrent form 1; else 0. With `pool` the recurrent form's states are slots of a pool, and rows
+    have different numbers of tokens.
     """
 
     op: str
@@ -52,6 +57,8 @@ class Call:
     final: bool = False
     segments: int = 0
     narrow: bool = False
+    states_every: int = 0
+    pool: bool = False
 
     @property
     def value_heads(self) -> int:
@@ -59,8 +66,22 @@ class Call:
 
     @property
     def state_shape(self) -> tuple[int, ...]:
+        """Of the initial state."""
+        if self.pool:
+            return (self.batch + FREE_SLOTS, *self._one_state)
         slots = (self.segments,) if self.segments else ()
-        return (self.batch, *slots, self.value_heads, self.key_dim, self.value_dim)
+        return (self.batch, *slots, *self._one_state)
+
+    @property
+    def final_shape(self) -> tuple[int, ...]:
+        """Of the states that come back."""
+        if not self.states_every:
+            return self.state_shape
+        return (self.batch, -(-self.time // self.states_every), *self._one_state)
+
+    @property
+    def _one_state(self) -> tuple[int, ...]:
+        return (self.value_heads, self.key_dim, self.value_dim)
 
     def dtype_of(self, name: str) -> str:
         """The dtype of an array that goes in, or of the cotangent of a result."""
@@ -120,6 +141,16 @@ def draw_call(rng: np.random.Generator, sizes: Sizes, devices: int = 1) -> Call:
     most = max(1, sizes.tokens // (batch * heads * group))
     time = _time(rng, min(sizes.time, most) if form == "chunk" else min(24, most))
     dtype = one("float32", "bfloat16", "bfloat16", "float16")
+    state = one(None, "float32", "float32", "bfloat16")
+    final = one(False, True)
+    segments = one(0, 0, 1, 3, 8)
+    states_every = 0
+    pool = False
+    if final and not segments:
+        states_every = one(0, 0, *(STATES_EVERY if form == "chunk" else (1, 1)))
+        mapped = transform in batches
+        may_be_pool = form == "recurrent" and state and not states_every
+        pool = bool(may_be_pool and not mapped and one(False, True))
     return Call(
         op=one("kda", "gdn"),
         form=form,
@@ -136,10 +167,12 @@ def draw_call(rng: np.random.Generator, sizes: Sizes, devices: int = 1) -> Call:
         beta_max=one(None, 1.0, 2.0),
         qk_norm=one(False, True),
         scale=one(None, None, 1.0),
-        state=one(None, "float32", "float32", "bfloat16"),
-        final=one(False, True),
-        segments=one(0, 0, 1, 3, 8),
+        state=state,
+        final=final,
+        segments=segments,
         narrow=one(False, True),
+        states_every=states_every,
+        pool=pool,
     )
 
 
@@ -162,8 +195,8 @@ def _time(rng: np.random.Generator, most: int) -> int:
     return max(1, round(float(most ** rng.random())))
 
 
-def draw_arrays(case: Case) -> tuple[Arrays, np.ndarray | None, Arrays]:
-    """(arrays that have gradients, segment ids, cotangents), in the dtypes of the call."""
+def draw_arrays(case: Case) -> tuple[Arrays, Indices, Arrays]:
+    """(arrays that have gradients, segment ids and slots, cotangents), in the dtypes of the call."""
     call = case.call
     numbers = case.numbers
     rng = np.random.default_rng(numbers.seed)
@@ -192,17 +225,23 @@ def draw_arrays(case: Case) -> tuple[Arrays, np.ndarray | None, Arrays]:
     x["beta"] = _betas(rng, values, call, numbers)
     if call.state is not None:
         x["initial_state"] = rng.standard_normal(call.state_shape)
-    ids = None
+    indices: Indices = {}
     if call.segments:
         rows = [
             _ids(rng, call.time, call.segments, numbers.layout)
             for _ in range(call.batch)
         ]
-        ids = np.stack(rows)
+        indices["segment_ids"] = np.stack(rows)
+    if call.pool:
+        lengths = rng.integers(0, call.time + 1, (call.batch, 1))
+        indices["segment_ids"] = (np.arange(call.time) < lengths).astype(np.int32)
+        slots = rng.permutation(call.state_shape[0])[: call.batch]
+        is_idle = rng.random(call.batch) < 0.2
+        indices["state_slots"] = np.where(is_idle, -1, slots).astype(np.int32)
     cotangents = {"output": rng.standard_normal(x["v"].shape)}
     if call.final:
-        cotangents["final_state"] = rng.standard_normal(call.state_shape)
-    return _rounded(call, x), ids, _rounded(call, cotangents)
+        cotangents["final_state"] = rng.standard_normal(call.final_shape)
+    return _rounded(call, x), indices, _rounded(call, cotangents)
 
 
 def _rounded(call: Call, arrays: Arrays) -> Arrays:

@@ -2,30 +2,20 @@
 
 Values, and gradients where the transform has some, are compared on one query and key head with its
 value heads, over all rows and tokens. Besides: all results are finite, padding is 0, the same call
-gives the same bits twice, and no bit of a row depends on later tokens or on other rows.
+gives the same bits twice, and no bit of a row depends on later tokens or on other rows; slots of a
+pool that no row names keep theirs.
 """
 
 import dataclasses
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
-import jfla
-from benchmarks.soak.cases import (
-    GATE,
-    MAIN,
-    MAPPED,
-    Arrays,
-    Call,
-    Case,
-    Numbers,
-    draw_arrays,
-)
+from benchmarks.soak.cases import MAIN, Arrays, Call, Case, Numbers, draw_arrays
+from benchmarks.soak.computed import Compiled, compiled, taken
+from benchmarks.soak.recurrence import exact, part
 
 # Relative errors that 16-bit inputs may cost; what is not named here, 8e-3.
 FLOORS = {"output": 5e-3, "final_state": 5e-3, "dg": 1.5e-2, "dbeta": 1.5e-2}
@@ -33,213 +23,6 @@ OTHERS = 8e-3
 FLOAT32 = 1e-5
 OF_FLOAT32 = 1.5  # times the error of "xla" in float32, rounded at the end
 UNDERFLOW = 1e-35  # float32 has nothing smaller: what differs by less is the same
-BLOCK = 256  # tokens between the states that the backward of the recurrence keeps
-
-Compiled = Callable[[Any, Any, Any], dict[str, jax.Array]]
-
-
-class Refused(Exception):
-    """The implementation does not take a call; the message is the reason."""
-
-
-# The call under test.
-
-
-def _gate(call: Call, x: Any) -> jfla.SoftplusGate | jfla.SigmoidGate | None:
-    if call.gate is None:
-        return None
-    kind = jfla.SoftplusGate if call.gate == "softplus" else jfla.SigmoidGate
-    return kind(x["a_log"], x.get("dt_bias"))
-
-
-def _static(call: Call) -> dict[str, Any]:
-    with_states = call.segments and (call.final or call.state is not None)
-    return {
-        "beta_max": call.beta_max,
-        "qk_norm": call.qk_norm,
-        "scale": call.scale,
-        "return_final_state": call.final,
-        "num_segments": call.segments if with_states else None,
-    }
-
-
-def _function(call: Call) -> Callable[..., jfla.DeltaRuleOutput]:
-    return getattr(jfla, f"{call.form}_{call.op}")
-
-
-def _values(call: Call, implementation: str | None, x: Any, ids: Any) -> dict[str, Any]:
-    out = _function(call)(
-        *(x[name] for name in MAIN),
-        gate=_gate(call, x),
-        initial_state=x.get("initial_state"),
-        segment_ids=ids,
-        implementation=implementation,
-        **_static(call),
-    )
-    return {name: a for name, a in out._asdict().items() if a is not None}
-
-
-def _differentiated(
-    forward: Callable[[Any], Any], x: Any, cotangents: Any
-) -> dict[str, Any]:
-    out, adjoint = jax.vjp(forward, x)
-    return out | {f"d{name}": a for name, a in adjoint(cotangents)[0].items()}
-
-
-def compiled(call: Call, implementation: str | None) -> Compiled:
-    """Jitted (arrays, segment ids, cotangents) -> {"output", "final_state", "dq", ..}."""
-
-    def run(x: Any, ids: Any, cotangents: Any) -> dict[str, Any]:
-        def forward(x: Any) -> dict[str, Any]:
-            return _values(call, implementation, x, ids)
-
-        if call.transform == "jit":
-            return forward(x)
-        if call.transform == "checkpoint":
-            return _differentiated(jax.checkpoint(forward), x, cotangents)
-        if call.transform == "shard_map":
-            return _differentiated(
-                _over_devices(call, implementation, x, ids), x, cotangents
-            )
-        return _differentiated(forward, x, cotangents)
-
-    return jax.jit(_mapped(run) if call.transform == "vmap" else run)
-
-
-def _mapped(run: Compiled) -> Compiled:
-    """`run` with its batch axis in two, one of them mapped; the gate's parameters are not."""
-
-    def split(x: Any) -> Any:
-        return x.reshape(MAPPED, -1, *x.shape[1:])
-
-    def by_rows(x: Any, ids: Any, cotangents: Any) -> dict[str, Any]:
-        shared = {name: a for name, a in x.items() if name in GATE}
-        rows = {name: split(a) for name, a in x.items() if name not in GATE}
-        others = jax.tree.map(split, (ids, cotangents))
-        found = jax.vmap(lambda rows, others: run(rows | shared, *others))(rows, others)
-        return {
-            name: a.sum(axis=0)
-            if name.removeprefix("d") in GATE
-            else a.reshape(-1, *a.shape[2:])
-            for name, a in found.items()
-        }
-
-    return by_rows
-
-
-def _over_devices(
-    call: Call, implementation: str | None, x: Any, ids: Any
-) -> Callable[[Any], dict[str, Any]]:
-    """The values with the batch split over all devices; the gate's parameters are on each."""
-    kind = (jax.sharding.AxisType.Auto,)
-    mesh = jax.make_mesh((jax.device_count(),), ("batch",), axis_types=kind)
-    rows = jax.P("batch")
-    specs = {name: jax.P() if name in GATE else rows for name in x}
-    of_device = functools.partial(_values, call, implementation)
-    split = jax.shard_map(of_device, mesh=mesh, in_specs=(specs, rows), out_specs=rows)
-    return lambda x: split(x, ids)
-
-
-def taken(call: Call, implementation: str | None, arrays: tuple[Any, Any, Any]) -> str:
-    """The implementation that takes the call here. Raises `Refused` with the reason."""
-    if implementation == "xla":
-        return "xla"  # it takes every call
-    x, ids, _ = jax.tree.map(jnp.asarray, arrays)
-    try:
-        choice = jfla.explain(
-            _function(call),
-            *(x[name] for name in MAIN),
-            gate=_gate(call, x),
-            initial_state=x.get("initial_state"),
-            segment_ids=ids,
-            implementation=implementation,
-            **_static(call),
-        )
-    except NotImplementedError as reason:
-        raise Refused(str(reason)) from reason
-    return choice.implementation
-
-
-# The reference.
-
-
-def part(call: Call, name: str, a: Any, head: int) -> Any:
-    """What is compared of an array, by its name: one query and key head with its value heads."""
-    name = name.removeprefix("d") if name != "dt_bias" else name
-    heads = slice(head * call.group, (head + 1) * call.group)
-    if name in ("q", "k"):
-        return a[:, :, head : head + 1]
-    if name in GATE:
-        return a[heads]
-    if name.endswith("_state"):
-        return a[..., heads, :, :]
-    return a[:, :, heads]
-
-
-def exact(call: Call) -> Callable[[Arrays, Any, Arrays], Arrays]:
-    """The recurrence in float64 on arrays of one query and key head."""
-
-    def run(x: Any, ids: Any, cotangents: Any) -> dict[str, Any]:
-        def forward(x: Any) -> dict[str, Any]:
-            return _recurrence(call, x, ids)
-
-        return (
-            forward(x)
-            if call.transform == "jit"
-            else _differentiated(forward, x, cotangents)
-        )
-
-    jitted = jax.jit(run)
-
-    def call_(x: Arrays, ids: Any, cotangents: Arrays) -> Arrays:
-        with jax.enable_x64(True):
-            wide = jax.tree.map(
-                lambda a: jnp.asarray(a.astype(np.float64)), (x, cotangents)
-            )
-            found = jitted(wide[0], ids, wide[1])
-            return {name: np.asarray(a) for name, a in found.items()}
-
-    return call_
-
-
-def _recurrence(call: Call, x: Any, ids: Any) -> dict[str, Any]:
-    """In blocks, so that its backward keeps one state for each; padding behind the end is inert."""
-    op = getattr(jfla.reference, f"recurrent_{call.op}")
-    rest = -call.time % min(BLOCK, call.time)
-    if ids is None:
-        ids = jnp.ones((call.batch, call.time), jnp.int32)
-    static = _static(call) | {"return_final_state": True, "num_segments": None}
-
-    def blocks(a: Any) -> Any:
-        a = jnp.pad(a, ((0, 0), (0, rest), *[(0, 0)] * (a.ndim - 2)))
-        return jnp.moveaxis(
-            a.reshape(call.batch, -1, min(BLOCK, call.time), *a.shape[2:]), 1, 0
-        )
-
-    slots = call.segments or 1
-    shape = (call.batch, slots, call.group, call.key_dim, call.value_dim)
-    state = (
-        jnp.zeros(shape) if call.state is None else x["initial_state"].reshape(shape)
-    )
-
-    @jax.checkpoint
-    def body(state: Any, tokens: Any) -> tuple[Any, Any]:
-        ids, *main = tokens
-        out = op(
-            *main, gate=_gate(call, x), initial_state=state, segment_ids=ids, **static
-        )
-        return out.final_state, out.output
-
-    tokens = (blocks(ids), *(blocks(x[name]) for name in MAIN))
-    state, output = lax.scan(body, state, tokens)
-    output = jnp.moveaxis(output, 0, 1).reshape(call.batch, -1, *output.shape[3:])
-    found = {"output": output[:, : call.time]}
-    if call.final:
-        found["final_state"] = state if call.segments else state[:, 0]
-    return found
-
-
-# What is right.
 
 
 def error(got: np.ndarray, want: np.ndarray) -> float:
@@ -318,7 +101,8 @@ class Checked:
             for name, a in found.items()
             if a.tobytes() != again[name].tobytes()
         ]
-        wrong += self._of_padding(found, arrays[1])
+        wrong += self._of_padding(found, arrays[1].get("segment_ids"))
+        wrong += self._of_free_slots(found, arrays)
         wrong += self._of_others(found, arrays, numbers)
         return wrong + self._of_errors(found, arrays, numbers)
 
@@ -337,6 +121,19 @@ class Checked:
             if found[name][ids == 0].any()
         ]
 
+    def _of_free_slots(self, found: Arrays, arrays: Any) -> list[str]:
+        """Slots of a pool that no row names, or one without tokens."""
+        if not self.call.pool:
+            return []
+        x, indices, _ = arrays
+        has_tokens = indices["segment_ids"].any(axis=1)
+        named = indices["state_slots"][has_tokens]
+        free = np.setdiff1d(np.arange(self.call.state_shape[0]), named)
+        before = x["initial_state"][free]
+        if found["final_state"][free].tobytes() == before.tobytes():
+            return []
+        return ["final_state has other bits in slots that no row writes"]
+
     def _of_others(self, found: Arrays, arrays: Any, numbers: Numbers) -> list[str]:
         """Other tokens from some t on in the first row, and other rows."""
         rng = np.random.default_rng(numbers.seed + 1)
@@ -348,20 +145,25 @@ class Checked:
         for name in MAIN:
             x[name] = strange[name].copy()
             x[name][0, :t] = arrays[0][name][0, :t]
-        output = self._run((x, *arrays[1:]))["output"]
-        if output[0, :t].tobytes() == found["output"][0, :t].tobytes():
-            return []
-        return [f"output before token {t} depends on later tokens or other rows"]
+        others = self._run((x, *arrays[1:]))
+        before = {"output": t}
+        if self.call.states_every:
+            before["final_state"] = t // self.call.states_every
+        return [
+            f"{name} before token {t} depends on later tokens or other rows"
+            for name, end in before.items()
+            if others[name][0, :end].tobytes() != found[name][0, :end].tobytes()
+        ]
 
     def _of_errors(self, found: Arrays, arrays: Any, numbers: Numbers) -> list[str]:
         call = self.call
         head = numbers.seed % call.heads
-        x, ids, cotangents = arrays
+        x, indices, cotangents = arrays
         cut = [
             {name: part(call, name, a, head) for name, a in part_of.items()}
             for part_of in (x, cotangents)
         ]
-        want = self._exact(cut[0], ids, cut[1])
+        want = self._exact(cut[0], indices, cut[1])
         wrong = []
         rounded: Arrays | None = None
         for name, ref in want.items():
@@ -392,9 +194,9 @@ class Checked:
         if self._float32 is None:
             call = dataclasses.replace(self.call, dtype="float32", narrow=False)
             self._float32 = compiled(call, "xla")
-        x, ids, cotangents = arrays
+        x, indices, cotangents = arrays
         wide = jax.tree.map(lambda a: a.astype(np.float32), (x, cotangents))
-        return self._run((wide[0], ids, wide[1]), self._float32)
+        return self._run((wide[0], indices, wide[1]), self._float32)
 
 
 def _finite(a: np.ndarray) -> bool:

@@ -28,7 +28,8 @@ from benchmarks.soak.cases import (
     draw_call,
     draw_numbers,
 )
-from benchmarks.soak.check import Checked, Refused, taken
+from benchmarks.soak.check import Checked
+from benchmarks.soak.computed import Refused, taken
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 CALLS_KEPT = 50  # compiled calls that JAX keeps before they are dropped

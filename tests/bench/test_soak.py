@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jfla
-from benchmarks.soak import cases, check, run
+from benchmarks.soak import cases, check, computed, recurrence, run
 from benchmarks.soak.cases import Call, Case, Numbers, Sizes
 from benchmarks.soak.run import Plan
 from jfla.pallas.context import mma_kernels_wanted
@@ -23,6 +23,8 @@ PACKED = Call(
     value_dim=4, state="float32", final=True, segments=3,
 )  # fmt: skip
 NUMBERS = Numbers(seed=3, layout="uniform")
+EVERY_STATE = dataclasses.replace(PACKED, segments=0, states_every=1)
+POOL = dataclasses.replace(PACKED, segments=0, pool=True, batch=4)
 
 
 @pytest.fixture(autouse=True)
@@ -60,6 +62,21 @@ def test_every_transform_with_all_that_a_call_can_have(transform: str):
 
 
 @pytest.mark.parametrize(
+    "call",
+    [
+        dataclasses.replace(EVERY_STATE, op="kda", form="chunk", time=150, states_every=64),
+        dataclasses.replace(EVERY_STATE, transform="grad"),
+        dataclasses.replace(POOL, transform="grad", state="bfloat16"),
+    ],
+    ids=["states of chunks", "every state", "pool"],
+)  # fmt: skip
+def test_states_along_time_and_pools_are_right(call: Call):
+    checked = check.Checked(call, "xla")
+    for seed in range(3):
+        assert checked.problems(Numbers(seed=seed)) == []
+
+
+@pytest.mark.parametrize(
     "gate", [pytest.param(None, marks=pytest.mark.slow), "softplus"]
 )
 def test_a_batch_split_over_devices_is_right(gate: str | None):
@@ -84,7 +101,7 @@ def test_kernels_are_soaked_in_interpret_mode(
 
     def taken(*args: Any) -> str:
         by_mma.append(mma_kernels_wanted())
-        return check.taken(*args)
+        return computed.taken(*args)
 
     monkeypatch.setattr(run, "taken", taken)
     plan = Plan(cases=1, interpret=True, mma=mma, out=tmp_path / "failure.py")
@@ -99,13 +116,13 @@ def test_kernels_are_soaked_in_interpret_mode(
 
 
 def _wrong_gdn(
-    change: Callable[[jax.Array], jax.Array],
+    change: Callable[[jax.Array], jax.Array], of: str = "output"
 ) -> Callable[..., jfla.DeltaRuleOutput]:
     right = jfla.recurrent_gdn
 
     def recurrent_gdn(*args, **kwargs) -> jfla.DeltaRuleOutput:
         out = right(*args, **kwargs)
-        return out._replace(output=change(out.output))
+        return out._replace(**{of: change(getattr(out, of))})
 
     return recurrent_gdn
 
@@ -156,6 +173,22 @@ def test_what_needs_no_reference_is_caught(
     assert any(said in text for text in wrong), wrong
 
 
+def test_a_state_that_depends_on_later_tokens_is_caught(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    change = lambda states: states + 1e-3 * states.mean(1, keepdims=True)
+    monkeypatch.setattr(jfla, "recurrent_gdn", _wrong_gdn(change, "final_state"))
+    wrong = check.Checked(EVERY_STATE, "xla").problems(NUMBERS)
+    assert any(text.startswith("final_state before token") for text in wrong), wrong
+
+
+def test_a_slot_that_no_row_writes_keeps_its_bits(monkeypatch: pytest.MonkeyPatch):
+    change = lambda pool: pool + 1e-6
+    monkeypatch.setattr(jfla, "recurrent_gdn", _wrong_gdn(change, "final_state"))
+    wrong = check.Checked(POOL, "xla").problems(NUMBERS)
+    assert "final_state has other bits in slots that no row writes" in wrong
+
+
 def test_other_bits_the_second_time_are_caught():
     checked = check.Checked(PACKED, "xla")
     op = checked._op
@@ -185,8 +218,8 @@ def test_cotangents_of_the_gate_s_parameters_are_sums_of_their_terms(
     call = dataclasses.replace(
         PACKED, op=op, transform="grad", gate=gate, dt_bias=True, heads=1
     )
-    x, ids, cotangents = cases.draw_arrays(Case(call, NUMBERS))
-    want = check.exact(call)(x, ids, cotangents)
+    x, indices, cotangents = cases.draw_arrays(Case(call, NUMBERS))
+    want = recurrence.exact(call)(x, indices, cotangents)
     over_tokens = (0, 1)
     of_bias = check.terms(call, "ddt_bias", x, want["dg"]).sum(over_tokens)
     np.testing.assert_allclose(of_bias, want["ddt_bias"], rtol=1e-9)
@@ -260,6 +293,8 @@ def test_draws_are_of_every_kind_and_the_same_for_a_seed():
         "gate": {None, "softplus", "sigmoid"},
         "state": {None, "float32", "bfloat16"},
         "beta_max": {None, 1.0, 2.0},
+        "states_every": {0, 1, *cases.STATES_EVERY},
+        "pool": {False, True},
     }.items():
         assert {getattr(call, name) for call in calls} == values
     assert any(call.segments and call.final for call in calls)
