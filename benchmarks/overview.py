@@ -3,13 +3,14 @@
 KDA's times depend on the gate. Those at the gate "production" come first; in their place stand those at "strong".
 """
 
+import textwrap
 from typing import NamedTuple
 
 from benchmarks.markdown import table
-from benchmarks.report import refusals
 from benchmarks.results import Results, Row
 from benchmarks.shapes import OPS, README
 
+LINE = 100  # columns
 OURS = "pallas"
 EXACT_PEER = "fla"
 NAMES = {
@@ -174,8 +175,12 @@ def _row(times: list[Time]) -> _Row | None:
 
 
 def _library(time: Time) -> str:
-    """The library's name without its version."""
-    return NAMES[time.implementation].split()[0]
+    return _name(time.implementation)
+
+
+def _name(implementation: str) -> str:
+    """Of the library, without its version."""
+    return NAMES[implementation].split()[0]
 
 
 def _digits(ms: float, least: float | None) -> str:
@@ -198,7 +203,7 @@ def _caption(shown: list[Time], record: Results) -> str:
             "jfla and FLA drop nothing.",
             "",
             *_clocks(shown),
-            *(f"\n{line}" for line in refusals(_asked_for(record))),
+            *_untimed(_asked_for(record)),
             "",
             "To measure these again, with no case begun after 7 minutes: "
             "`jfla bench --set readme --pass backward --seconds 420 --json FILE.json`.",
@@ -235,6 +240,21 @@ def _asked_for(record: Results) -> list[Row]:
         for row in record.rows
         if row.shape in shapes and row.gate in GATES and row.implementation in NAMES
     ]
+
+
+def _untimed(rows: list[Row]) -> list[str]:
+    """The others that lack times in the table, each with its reasons, in one line."""
+    reasons: dict[str, list[str]] = {}
+    for row in rows:
+        if row.ms is None:
+            reasons.setdefault(row.implementation, []).append(str(row.refused))
+    libraries = [
+        f"{_name(name)} ({'; '.join(dict.fromkeys(reasons[name]))})"
+        for name in NAMES
+        if name in reasons
+    ]
+    line = f"Not in every row: {', '.join(libraries)}."
+    return ["", *textwrap.wrap(line, LINE)] if libraries else []
 
 
 def _clocks(shown: list[Time]) -> list[str]:

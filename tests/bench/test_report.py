@@ -188,7 +188,7 @@ def test_the_overview_has_the_gates_of_models_and_says_who_drops_what(
         in text
     )
     assert "KDA 1 x 65536" not in text  # of ours there is none
-    assert "no: fla: out of memory (kda forward B1 T65536 H32 D128 strong)" in text
+    assert "Not in every row: FLA (out of memory), cuDNN (closed today)." in text
     assert "2000-01-02, commit abc;" in text
     assert "KDA of jfla" in text
     assert "The others: FLA 0.6.0, cuDNN frontend 1.32.0, FlashInfer 0.7.2." in text
