@@ -6,9 +6,11 @@ import time
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
+import jax.numpy as jnp
 import matplotlib
 import numpy as np
 from flax import nnx
+from jaxtyping import Array, Float, Int
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
@@ -19,6 +21,10 @@ from jfla.nn import DeltaLM, DeltaLMConfig, Request, Server
 matplotlib.use("agg")
 from matplotlib import pyplot as plt  # the backend comes first: no display is needed
 from matplotlib.axes import Axes
+
+# How far below the greatest logit that of a chosen token may be, as a part of the logits' range. On a GPU matmuls of
+# other numbers of rows round otherwise, by some 1e-3; a random token is about half of the range below.
+MOST_BELOW_GREATEST = 0.01
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +67,7 @@ def run(
 ) -> dict[int, Served]:
     """Serves the workload with one slot and with all; shows, draws and returns both.
 
-    **Raises:** `RuntimeError` if a request gets other tokens among others than alone.
+    **Raises:** `RuntimeError` if a request gets a token that is not the model's first choice, but for rounding.
     """
     workload = workload or Workload()
     config = DeltaLMConfig(
@@ -73,16 +79,15 @@ def run(
     for slots in (1, workload.slots):
         serve(model, plan, slots, console, f"{slots} at a time, compiling")
         results[slots] = serve(model, plan, slots, console, f"{slots} at a time")
-    one = results[1]
-    many = results[workload.slots]
-    for alone, among in zip(one.requests, many.requests, strict=True):
-        if alone.tokens != among.tokens:
-            raise RuntimeError(
-                f"a request got {among.tokens} among others, {alone.tokens} alone"
-            )
+    below = max(below_greatest(model, served) for served in results.values())
+    if below > MOST_BELOW_GREATEST:
+        raise RuntimeError(
+            f"a token's logit must be at most {MOST_BELOW_GREATEST:.0%} of the logits' range below the greatest, "
+            f"got {below:.1%}"
+        )
     out.mkdir(parents=True, exist_ok=True)
-    draw(out / "serving.png", op, many, workload.slots)
-    _show(console, results, out)
+    draw(out / "serving.png", op, results[workload.slots], workload.slots)
+    _show(console, results, below, out)
     return results
 
 
@@ -128,6 +133,33 @@ def serve(
     return Served(requests, start, time.perf_counter() - start)
 
 
+def below_greatest(model: DeltaLM, served: Served) -> float:
+    """How far the logits of generated tokens are below the greatest, at most, as a part of the logits' range.
+
+    By one pass over all prompts with their tokens.
+    """
+    texts = [(*request.prompt, *request.tokens) for request in served.requests]
+    rows = np.zeros((len(texts), max(map(len, texts))), np.int32)
+    for row, text in zip(rows, texts):
+        row[: len(text)] = text
+    farthest = 0.0
+    for request, logits in zip(
+        served.requests, np.asarray(_logits(model, jnp.asarray(rows)))
+    ):
+        first = len(request.prompt) - 1
+        logits = logits[first : first + len(request.tokens)]
+        chosen = np.take_along_axis(logits, np.array(request.tokens)[:, None], axis=1)
+        greatest = logits.max(axis=1, keepdims=True)
+        below = (greatest - chosen) / np.ptp(logits, axis=1, keepdims=True)
+        farthest = max(farthest, float(below.max()))
+    return farthest
+
+
+@nnx.jit
+def _logits(model: DeltaLM, rows: Int[Array, "N T"]) -> Float[Array, "N T vocabulary"]:
+    return model(rows)
+
+
 def waits(served: Served) -> np.ndarray:
     """Seconds of every request from its submission to its first token."""
     return np.array([(x.first or 0.0) - x.submitted for x in served.requests])
@@ -141,7 +173,9 @@ def gaps(served: Served) -> np.ndarray:
     )
 
 
-def _show(console: Console, results: dict[int, Served], out: pathlib.Path) -> None:
+def _show(
+    console: Console, results: dict[int, Served], below: float, out: pathlib.Path
+) -> None:
     table = Table(
         "at a time",
         "tokens/s",
@@ -158,11 +192,17 @@ def _show(console: Console, results: dict[int, Served], out: pathlib.Path) -> No
             f"{1e3 * first.max():.0f} ms",
             f"{1e3 * np.median(gaps(served)):.1f} ms",
         )
-    number = len(next(iter(results.values())).requests)
     console.print(table)
-    console.print(
-        f"{number} requests, each with the tokens that it gets alone; {out}/serving.png"
-    )
+    of_runs = zip(*(served.requests for served in results.values()), strict=True)
+    alike = [alone.tokens == among.tokens for alone, among in of_runs]
+    if all(alike):
+        tokens = "each with the tokens that it gets alone"
+    else:
+        tokens = (
+            f"{sum(alike)} of them with the tokens that they get alone, the others with some that are as good but for "
+            f"rounding: {below:.2%} of the logits' range below the greatest, at most"
+        )
+    console.print(f"{len(alike)} requests, {tokens}; {out}/serving.png")
 
 
 def draw(path: pathlib.Path, op: str, served: Served, slots: int) -> None:
