@@ -148,7 +148,7 @@ class _Row(NamedTuple):
             return " / ".join(texts)
 
         def named(time: Time | None, timed: str) -> str:
-            name = "" if time is None else f" {_library(time)}"
+            name = "" if time is None else f" {_library(time.implementation)}"
             return f"{cell(time, timed)}{name}"
 
         return [
@@ -174,12 +174,8 @@ def _row(times: list[Time]) -> _Row | None:
     )
 
 
-def _library(time: Time) -> str:
-    return _name(time.implementation)
-
-
-def _name(implementation: str) -> str:
-    """Of the library, without its version."""
+def _library(implementation: str) -> str:
+    """The library's name without its version."""
     return NAMES[implementation].split()[0]
 
 
@@ -225,7 +221,7 @@ def _gates(shown: list[Time]) -> list[str]:
         of_ops = []
         for op in OPS:
             times = [time for time in shown if (time.gate, time.op) == (gate, op)]
-            if names := dict.fromkeys(map(_library, times)):
+            if names := dict.fromkeys(_library(time.implementation) for time in times):
                 of_ops.append(f"{op.upper()} of {', '.join(names)}")
         if of_ops:
             lines.append(f"Decays of {text}: {'; '.join(of_ops)}.")
@@ -243,13 +239,13 @@ def _asked_for(record: Results) -> list[Row]:
 
 
 def _untimed(rows: list[Row]) -> list[str]:
-    """The others that lack times in the table, each with its reasons, in one line."""
+    """One sentence: every library that lacks times in the table, with its reasons."""
     reasons: dict[str, list[str]] = {}
     for row in rows:
         if row.ms is None:
             reasons.setdefault(row.implementation, []).append(str(row.refused))
     libraries = [
-        f"{_name(name)} ({'; '.join(dict.fromkeys(reasons[name]))})"
+        f"{_library(name)} ({'; '.join(dict.fromkeys(reasons[name]))})"
         for name in NAMES
         if name in reasons
     ]
@@ -261,7 +257,7 @@ def _clocks(shown: list[Time]) -> list[str]:
     """Who was timed how, a line a clock; one line where all were timed alike."""
     clocks: dict[str, list[str]] = {}
     for time in shown:
-        name = f"{time.op.upper()} of {_library(time)}"
+        name = f"{time.op.upper()} of {_library(time.implementation)}"
         clocks.setdefault(time.clock, []).append(name)
     if len(clocks) == 1:
         return [f"{clock}." for clock in clocks]

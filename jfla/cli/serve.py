@@ -22,8 +22,9 @@ matplotlib.use("agg")
 from matplotlib import pyplot as plt  # the backend comes first: no display is needed
 from matplotlib.axes import Axes
 
-# How far below the greatest logit that of a chosen token may be, as a part of the logits' range. On a GPU matmuls of
-# other numbers of rows round otherwise, by some 1e-3; a random token is about half of the range below.
+# How far below the greatest logit that of a chosen token may be, as a part of the logits' range. A GPU takes other
+# kernels for matmuls of other numbers of rows, and rounds operands to tensorfloat32 in some of them, to 11 bits: near
+# ties are decided otherwise. A random token is about half of the range below.
 MOST_BELOW_GREATEST = 0.01
 
 

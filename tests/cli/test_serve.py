@@ -35,15 +35,15 @@ def test_requests_are_served_shown_and_drawn(tmp_path: pathlib.Path):
         assert (np.abs(pixels[..., :3] - rgb).max(axis=-1) < 0.02).sum() > 100
 
 
-def _other_tokens(change: Callable[[int], int]) -> Callable[..., serve.Served]:
-    """`serve.serve`, of which the first request's last token is changed where there are several slots."""
+def _with_another_token() -> Callable[..., serve.Served]:
+    """`serve.serve`, of which the first request's last token is another where there are several slots."""
     right = serve.serve
 
     def wrong(model, plan, slots, *rest) -> serve.Served:
         served = right(model, plan, slots, *rest)
         if slots > 1:
             tokens = served.requests[0].tokens
-            tokens[-1] = change(tokens[-1])
+            tokens[-1] = (tokens[-1] + 1) % 256
         return served
 
     return wrong
@@ -52,7 +52,7 @@ def _other_tokens(change: Callable[[int], int]) -> Callable[..., serve.Served]:
 def test_a_token_that_is_not_the_first_choice_is_an_error(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(serve, "serve", _other_tokens(lambda token: (token + 1) % 256))
+    monkeypatch.setattr(serve, "serve", _with_another_token())
     console = Console(file=io.StringIO())
     with pytest.raises(RuntimeError, match=r"at most 1% of .* below the greatest, got"):
         serve.run("kda", tmp_path, console, serve.Workload(**SMALL))
@@ -62,7 +62,7 @@ def test_tokens_that_rounding_changes_are_counted(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ):
     """As where two logits are nearly the same: here whatever is chosen counts as such."""
-    monkeypatch.setattr(serve, "serve", _other_tokens(lambda token: (token + 1) % 256))
+    monkeypatch.setattr(serve, "serve", _with_another_token())
     monkeypatch.setattr(serve, "MOST_BELOW_GREATEST", 1.0)
     console = Console(file=io.StringIO(), width=300)
     serve.run("gdn", tmp_path, console, serve.Workload(**SMALL))

@@ -34,9 +34,7 @@ class GradsBarriers(NamedTuple):
     v_full: Barrier  # [stages]: the copies of a tile of V have arrived
     v_empty: Barrier  # [stages]: both consumers have read the tile
     qk_full: Barrier  # the copies of the chunk's q, k and vectors have arrived
-    chunk_done: (
-        Barrier  # both consumers have read all of the chunk, and their stores have
-    )
+    chunk_done: Barrier  # both consumers and their stores have read the chunk
     synced: Barrier  # of `ValuePipeline.sync_consumers`
 
 
