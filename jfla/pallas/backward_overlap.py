@@ -6,6 +6,8 @@ cache, and so are q, k and do, which the scan in reverse has read just before.
 
 The scans meet every chunk in opposite orders. So the scan of the states goes through spans of time from the last to the
 first, each from a state that the forward has kept, a span ahead of the scan in reverse.
+
+A gate per channel has one kernel after the other: its forward keeps two 64 x 64 matrices of a chunk and nothing else.
 """
 
 from typing import NamedTuple
@@ -14,16 +16,13 @@ from jfla.pallas.dims import Dims
 from jfla.pallas.kernel_times import (
     BACKWARD_SCAN_US,
     CLEARLY_SHORTER,
-    H200_BYTES_PER_US,
     BesideTimes,
     backward_scans_us,
     grads_us,
-    keep_states_us,
 )
 from jfla.pallas.splits import (
     backward_v_block,
     equal_group_sizes,
-    group_sizes,
     num_spans,
     time_splits,
 )
@@ -32,14 +31,13 @@ from jfla.types import Op
 # The fewest and the most of a span. Nothing runs beside the scan of the states in its first span, so that long spans
 # cost the backward time, and the forward stores a state for each, so that short ones cost time and memory.
 SPAN_CHUNKS = (8, 32)
-# The fewest where bytes bound the launch, and with a gate per channel, whose launch they nearly bind: more spans cost
-# more than a shorter start saves.
+# The fewest where bytes bound the launch: more spans cost more than a shorter start saves.
 SPAN_CHUNKS_BY_BYTES = 16
 # Chunks of a sequence's dS beyond those that the gradient kernel has in work. Of a longer ring the second-level cache
 # has lost the first chunks when they are read. With so many the scan issues copies before signals, see
 # `ScanCta.signals_behind_copies`.
 DSTATE_RING_SLACK = 3
-# The same of a scalar gate where bytes bound the launch, which took longer with a longer ring.
+# The same where bytes bound the launch, which took longer with a longer ring.
 DSTATE_RING_SLACK_BY_BYTES = 2
 LEAST_IN_WORK = 3  # chunks of a sequence
 # Chunks of the states' ring beyond two spans. A producer waits for room for a chunk before it has signalled the last
@@ -66,21 +64,20 @@ def backward_overlap(
     The scans have a CTA each for every sequence of a group, and the gradient kernel has the other multiprocessors. All
     of these CTAs have to find room at once.
     """
-    if not dims.key_dim == dims.value_dim == DIM or time_splits(dims, num_sms) > 1:
+    if not op.scalar_gate or not dims.key_dim == dims.value_dim == DIM:
+        return None
+    if time_splits(dims, num_sms) > 1:
         return None
     if dims.segments is not None or dims.n_chunks < 2 * SPAN_CHUNKS[0]:
         return None
-    # On an H100 the launch was 2 % shorter with 8 rows of 4096 tokens and 32 heads, where these estimates have 5.
-    if not op.scalar_gate and bytes_per_us < H200_BYTES_PER_US:
-        return None
-    # With a scalar gate a smaller last group was slower.
-    sizes = equal_group_sizes(dims) if op.scalar_gate else group_sizes(dims)
     choices = [
-        _of_group(op, dims, n, num_sms, bytes_per_us) for n in sizes if 2 * n < num_sms
+        _of_group(op, dims, n, num_sms, bytes_per_us)
+        for n in equal_group_sizes(dims)
+        if 2 * n < num_sms
     ]
     v_block = backward_v_block(op, dims, num_sms, bytes_per_us)
     one_by_one = backward_scans_us(op, dims, v_block, num_sms, bytes_per_us)
-    one_by_one += grads_us(op, dims, num_sms, bytes_per_us)
+    one_by_one += grads_us(dims, num_sms, bytes_per_us)
     if not choices or min(choices)[0] >= CLEARLY_SHORTER * one_by_one:
         return None
     return min(choices)[1]
@@ -92,20 +89,17 @@ def _of_group(
     """Microseconds, and the launch of so many sequences at a time."""
     grads_ctas = num_sms - 2 * sequences
     times = BesideTimes.of(op, dims, sequences, grads_ctas, bytes_per_us)
-    wanted = SPAN_CHUNKS[0]
-    if not op.scalar_gate or times.bound_by_bytes:
-        wanted = SPAN_CHUNKS_BY_BYTES
+    by_bytes = times.bound_by_bytes
+    wanted = SPAN_CHUNKS_BY_BYTES if by_bytes else SPAN_CHUNKS[0]
     spans = _short_spans(dims.n_chunks, num_spans(op, dims, num_sms), wanted)
     length = -(-dims.n_chunks // spans)
     us = times.total_us + length * BACKWARD_SCAN_US[DIM]
-    us += keep_states_us(op, dims, num_sms)
     state_ring = 2 * length + STATE_RING_SLACK
     if state_ring >= dims.n_chunks:
         state_ring = 0
     in_groups = sequences < dims.sequences
     dstate_ring = max(-(-grads_ctas // sequences), LEAST_IN_WORK)
-    short_ring = op.scalar_gate and times.bound_by_bytes
-    dstate_ring += DSTATE_RING_SLACK_BY_BYTES if short_ring else DSTATE_RING_SLACK
+    dstate_ring += DSTATE_RING_SLACK_BY_BYTES if by_bytes else DSTATE_RING_SLACK
     group = sequences if in_groups else 0
     return us, BackwardOverlap(grads_ctas, spans, group, state_ring, dstate_ring)
 

@@ -121,7 +121,7 @@ def grads_kernel(
         operands = grads_kda_operands(qkg_operands(x, inputs), scans, inv_norms)
         if _writes_in_place(inputs):
             return grads_kda_over_v_new(operands, static, schedule.num_sms, dtype)
-        return run(grads_kda(operands, static, schedule.num_sms, dtype))
+        return grads_kda(operands, static, schedule.num_sms, dtype)
     qk = intra_results.qk
     tokens = intra_results.token_scalars
     if schedule.machine != "hopper":
@@ -330,7 +330,6 @@ def _backward(
     if residuals.state_checkpoints is not None and (beside or schedule.num_spans):
         both = ScansAndGrads(
             x,
-            None if options.op.scalar_gate else qkg_operands(x, inputs),
             intra_results,
             residuals,
             do,

@@ -20,7 +20,6 @@ class Dims(NamedTuple):
     may_be_padded: bool = False  # every row from another token on
     # each packed segment has a state of its own going in or coming out
     has_segment_states: bool = False
-    has_norms: bool = False  # of q and k
 
     @property
     def are_chains(self) -> bool:
@@ -77,7 +76,6 @@ def dims_of(inputs: Inputs, options: Options | None = None) -> Dims:
         has_partial_chunks=segments is None and _has_partial_chunks(inputs, options),
         may_be_padded=inputs.segment_ids is not None,
         has_segment_states=options is not None and options.per_segment_state,
-        has_norms=options is not None and options.qk_norm,
     )
 
 

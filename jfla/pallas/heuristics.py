@@ -64,7 +64,8 @@ class Schedule:
     stretch_splits: int  # the same, where time is split over devices as well
     # spans of time that the backward takes one after the other; 0: all at once
     num_spans: int
-    backward_overlap: BackwardOverlap | None  # None: the scans, then the gradients
+    # of a scalar gate; None: the scans, then the gradients
+    backward_overlap: BackwardOverlap | None
     intra_wgs: int  # warpgroups of a CTA of the intra-chunk kernel that take chunks of their own
     intra_ctas: int  # CTAs of the intra-chunk kernel, at most
     # every row is read in place as one packed segment, see `row_is_segment`

@@ -3,7 +3,6 @@
 Of KDA and GDN with K = V = 128 on an H200; what differs between GPUs is how fast memory is copied.
 """
 
-import math
 from typing import NamedTuple
 
 from jfla.pallas.dims import Dims
@@ -36,27 +35,15 @@ SCAN_US = {False: {64: 1.25, 128: 2.0}, True: {64: 1.25, 128: 1.85}}
 SEGMENT_SCAN_US = {64: 1.55, 128: 2.0}
 # Of a chunk of one of the backward's scans, which store states, by the CTA's columns of V
 BACKWARD_SCAN_US = {64: 1.35, 128: 2.25}
-# What a chunk of the forward's scan takes more where states of spans are kept; a scalar gate's is not counted.
-KEEP_STATES_US = {False: 0.12, True: 0.0}
 # Of a copy's rate, where these scans or the gradients fill the GPU
 BACKWARD_COPY_SHARE = 0.88
-# Of a chunk, of a CTA of the gradient kernel that waits for no bytes, by whether the gate is a scalar
-GRADS_US = {False: 11.5, True: 5.6}
-# The same beside the scans, whose results it finds in the second-level cache
-GRADS_BESIDE_US = {False: 10.4, True: 5.6}
-# What norms take more; a scalar gate's are not counted.
-NORM_GRADS_US = {False: 1.6, True: 0.0}
-# The least for a chunk of all sequences beside the gradients. Of 32 sequences of a scalar gate an H200's second-level
-# cache lets no more through; of 16 a step waits for its stores, and the producer for room in a ring. With a gate per
-# channel it is the time of a step.
-BACKWARD_BESIDE_US = {False: 2.36, True: 2.9}
-# Exponent p of the time of a step, (scans^p + gradients^p)^(1 / p). Where both take about as long each waits for the
-# other at times, and the launch takes up to an eighth longer than either.
-STEP_EXPONENT = {False: 6.0, True: math.inf}
-# What the second-level cache spares them and the gradients, in stores or loads of a state
-SPARED_STATES = {False: 1.4, True: 2.0}
-# Between two groups of the backward's scans beside the gradients; none was seen of a gate per channel.
-NEXT_GROUP_US = {False: 0.0, True: 10.0}
+# Of a chunk of a scalar gate, of a CTA of the gradient kernel that waits for no bytes, also beside the scans
+GRADS_US = 5.6
+# The least for a chunk of all sequences beside the gradients. Of 32 sequences an H200's second-level cache lets no more
+# through; of 16 a step waits for its stores, and the producer for room in a ring.
+BACKWARD_BESIDE_US = 2.9
+SPARED_STATES = 2  # what the second-level cache spares them and the gradients, in stores or loads of a state
+NEXT_GROUP_US = 10.0  # between two groups of the backward's scans beside the gradients
 SEGMENTS_COPY_SHARE = 0.9  # of a copy's rate, beside the scans of segments (an H100)
 
 
@@ -112,32 +99,16 @@ def backward_scans_us(
     return _waves_us(ctas, num_sms, chain_us, bytes_us / BACKWARD_COPY_SHARE)
 
 
-def keep_states_us(op: Op, dims: Dims, num_sms: int) -> float:
-    """What the forward takes more to keep states for the backward, by waves of one CTA a sequence."""
-    waves = -(-dims.sequences // num_sms)
-    return waves * dims.n_chunks * KEEP_STATES_US[op.scalar_gate]
-
-
-def grads_us(op: Op, dims: Dims, num_sms: int, bytes_per_us: float) -> float:
-    """The gradients by their kernel alone."""
+def grads_us(dims: Dims, num_sms: int, bytes_per_us: float) -> float:
+    """The gradients of a scalar gate by their kernel alone."""
     rounds = -(-dims.num_chunks // num_sms)
-    bytes_us = _grads_bytes(op, dims) * dims.num_chunks / bytes_per_us
-    chunk_us = GRADS_US[op.scalar_gate] + _norm_grads_us(op, dims)
-    return max(rounds * chunk_us, bytes_us / BACKWARD_COPY_SHARE)
+    bytes_us = _grads_bytes(dims) * dims.num_chunks / bytes_per_us
+    return max(rounds * GRADS_US, bytes_us / BACKWARD_COPY_SHARE)
 
 
-def _norm_grads_us(op: Op, dims: Dims) -> float:
-    return NORM_GRADS_US[op.scalar_gate] if dims.has_norms else 0.0
-
-
-def _grads_bytes(op: Op, dims: Dims) -> int:
-    """Of a chunk: q, k, do, v_new, dv, S and dS; dq and dk; with a gate per channel g and dg.
-
-    dg is counted once: launches are shorter than they could be if its scratch went to device memory, too.
-    """
+def _grads_bytes(dims: Dims) -> int:
+    """Of a chunk: q, k, do, v_new, dv, S and dS; dq and dk."""
     rows = 2 * CHUNK * (4 * dims.key_dim + 3 * dims.value_dim)
-    if not op.scalar_gate:
-        rows += 2 * 4 * CHUNK * dims.key_dim
     return rows + 2 * _state_bytes(dims)
 
 
@@ -146,7 +117,7 @@ def _state_bytes(dims: Dims) -> int:
 
 
 class BesideTimes(NamedTuple):
-    """Of the backward's scans beside the gradients."""
+    """Of the backward's scans beside the gradients of a scalar gate."""
 
     total_us: float  # without the start, when the gradients have nothing to do
     bound_by_bytes: bool
@@ -155,28 +126,16 @@ class BesideTimes(NamedTuple):
     def of(
         cls, op: Op, dims: Dims, sequences: int, grads_ctas: int, bytes_per_us: float
     ) -> "BesideTimes":
-        """Scans of so many sequences at a time, the last of those that are left, and the gradients on other CTAs."""
+        """Scans of so many sequences at a time, and the gradients on other CTAs."""
         of_scans = ChunkBytes.of(op, dims).backward_scans
-        spared = SPARED_STATES[op.scalar_gate] * _state_bytes(dims)
-        chunk_bytes = of_scans + _grads_bytes(op, dims) - spared
+        spared = SPARED_STATES * _state_bytes(dims)
+        chunk_bytes = of_scans + _grads_bytes(dims) - spared
         bytes_us = chunk_bytes / (BACKWARD_COPY_SHARE * bytes_per_us)
-        work_us = GRADS_BESIDE_US[op.scalar_gate] + _norm_grads_us(op, dims)
-        work_us /= grads_ctas
-        step_us = BACKWARD_BESIDE_US[op.scalar_gate]
-
-        def group_us(size: int) -> float:
-            shorter, longer = sorted((step_us, size * work_us))
-            p = STEP_EXPONENT[op.scalar_gate]
-            longer *= (1 + (shorter / longer) ** p) ** (1 / p)
-            step = max(longer, size * bytes_us)
-            return dims.n_chunks * step + NEXT_GROUP_US[op.scalar_gate]
-
-        full_groups, rest = divmod(dims.sequences, sequences)
-        total_us = full_groups * group_us(sequences)
-        if rest:
-            total_us += group_us(rest)
-        bound_by_bytes = sequences * bytes_us > max(step_us, sequences * work_us)
-        return cls(total_us, bound_by_bytes)
+        work_us = GRADS_US / grads_ctas
+        step_us = max(BACKWARD_BESIDE_US, sequences * work_us)
+        group_us = dims.n_chunks * max(step_us, sequences * bytes_us) + NEXT_GROUP_US
+        num_groups = dims.sequences // sequences
+        return cls(num_groups * group_us, sequences * bytes_us > step_us)
 
 
 def _waves_us(ctas: int, num_sms: int, chain_us: float, bytes_us: float) -> float:

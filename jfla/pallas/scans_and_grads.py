@@ -1,8 +1,8 @@
-"""The backward from the states that the forward kept: Inputs, residuals and do to gradients, dv and dS.
+"""A scalar gate's backward from the states that the forward kept: Inputs, residuals and do to gradients, dv and dS.
 
-The scans and the gradients side by side, one chunk after the other; or, of a scalar gate, one span of time after the
-other, with the states of a few chunks only in memory. Both give what `both_scans` and then `grads_kernel` of `chunk.py`
-give, bit for bit.
+The scans and the gradients side by side, one chunk after the other; or one span of time after the other, with the
+states of a few chunks only in memory. Both give what `both_scans` and then `grads_kernel` of `chunk.py` give, bit for
+bit.
 """
 
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from jaxtyping import Array
 from jfla.pallas.arrays import KernelArrays
 from jfla.pallas.common.chunk_index import TimeSpan
 from jfla.pallas.common.packed_rows import Rows
-from jfla.pallas.common.qk_tiles import QkgOperands, QkOptions
+from jfla.pallas.common.qk_tiles import QkOptions
 from jfla.pallas.common.results import IntraResults, KernelGrads
 from jfla.pallas.common.scan.signalling import lead_of_scans
 from jfla.pallas.common.scan.spec import ScanConfig
@@ -32,7 +32,6 @@ from jfla.pallas.sm90.grads_gdn.kernel import (
     result_shapes,
     sum_over_channel_blocks,
 )
-from jfla.pallas.sm90.grads_kda.kernel import grads_kda, grads_kda_operands
 from jfla.stages import Residuals, ScanResults
 
 
@@ -40,7 +39,6 @@ class ScansAndGrads(NamedTuple):
     """What the scans and the gradients read, and how they run."""
 
     x: KernelArrays
-    qkg: QkgOperands | None  # of a gate per channel
     intra_results: IntraResults  # without an `IntraChunk`, which `residuals` has
     residuals: Residuals  # with checkpoints
     do: Rows
@@ -63,12 +61,15 @@ class ScansAndGrads(NamedTuple):
 
         def consume(results: tuple[ScanResults, Any]) -> PendingResults:
             scans, _ = results
-            how = (self.static, beside.grads_ctas, self.out_dtype)
-            tokens = self.intra_results.token_scalars
-            if self.qkg is not None:
-                operands = grads_kda_operands(self.qkg, scans, tokens)
-                return grads_kda(operands, *how, beside_scans=beside)
-            return grads_gdn(qk, tokens, scans, *how, beside_scans=beside)
+            return grads_gdn(
+                qk,
+                self.intra_results.token_scalars,
+                scans,
+                self.static,
+                beside.grads_ctas,
+                self.out_dtype,
+                beside_scans=beside,
+            )
 
         with jax.named_scope("jfla_backward_scans_overlap_grads"):
             scanning = backward_scans_kernel(
@@ -89,12 +90,10 @@ class ScansAndGrads(NamedTuple):
             (scans, d_first), grads = overlap(
                 scanning, consume, flags_shape, lead, consumer_first=consumer_first
             )
-        if self.qkg is None:
-            grads = sum_over_channel_blocks(grads)
-        return grads, scans.dv, d_first
+        return sum_over_channel_blocks(grads), scans.dv, d_first
 
     def span_by_span(self) -> tuple[KernelGrads, Array, Array | None]:
-        """The same of a scalar gate, from the last span to the first. Results go into references to the whole."""
+        """The same, from the last span to the first. Results go into references to the whole."""
         v = self.x.v
         batch, time, heads, value_dim = v.shape
         key_dim = self.x.q.shape[-1]

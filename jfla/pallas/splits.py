@@ -97,8 +97,3 @@ def num_spans(op: Op, dims: Dims, num_sms: int) -> int:
 def equal_group_sizes(dims: Dims) -> list[int]:
     """Numbers of sequences that each group may have."""
     return [n for n in range(1, dims.sequences + 1) if dims.sequences % n == 0]
-
-
-def group_sizes(dims: Dims) -> list[int]:
-    """The same where the last group may have fewer: for every number of groups the least."""
-    return sorted({-(-dims.sequences // n) for n in range(1, dims.sequences + 1)})

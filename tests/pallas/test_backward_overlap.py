@@ -1,6 +1,7 @@
 """The backward's scans beside the gradient kernel: when they are, that they can always go on, bits."""
 
 import collections
+import functools
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from support.flags import record_flags
 from support.kernel_cases import Call, inputs, results, scheduled
 
+import jfla
 from jfla.pallas import scans_and_grads
 from jfla.pallas.backward_overlap import SPAN_CHUNKS, BackwardOverlap
 from jfla.pallas.common.chunk_index import ChunkGrid, EqualSpans
@@ -39,13 +41,13 @@ H100_BYTES_PER_US = BYTES_PER_US["NVIDIA H100 80GB HBM3"]
         ("gdn", 1, 16, 8192, H100_BYTES_PER_US, None),  # a chain takes longer
         ("gdn", 1, 32, 1024, H100_BYTES_PER_US, None),  # few chunks
         ("gdn", 1, 4, 65536, H100_BYTES_PER_US, None),  # time is split
+        # Its forward would have to keep states beside A_qk and A_inv.
         ("kda", 1, 32, 8192, H100_BYTES_PER_US, None),
         ("kda", 1, 32, 8192, H200_BYTES_PER_US, None),
         ("kda", 8, 32, 4096, H100_BYTES_PER_US, None),
-        # whose last group has fewer
-        ("kda", 8, 32, 4096, H200_BYTES_PER_US, 22),
-        ("kda", 2, 32, 8192, H200_BYTES_PER_US, 22),
-        ("kda", 4, 32, 4096, H200_BYTES_PER_US, 22),
+        ("kda", 8, 32, 4096, H200_BYTES_PER_US, None),
+        ("kda", 2, 32, 8192, H200_BYTES_PER_US, None),
+        ("kda", 4, 32, 4096, H200_BYTES_PER_US, None),
     ],
 )
 def test_scans_are_beside_the_gradients_where_that_is_shorter(
@@ -82,14 +84,27 @@ def test_a_part_keeps_the_states_of_the_whole(time, long_spans):
     assert whole.num_checkpoints % (long_spans or 1) == 0
 
 
-def test_a_part_of_a_gate_per_channel_has_the_residuals_of_the_whole():
-    """Its own scans do not read the states: they run before the gradients, over all of time."""
-    op = OPS["kda"]
-    dims = Dims(8, 32, 64, 128, 128)
-    whole = schedule(op, dims)
-    part = schedule_of_part(op, dims._replace(heads=16), whole)
-    assert whole.num_checkpoints == part.num_checkpoints == 4
-    assert (part.backward_overlap, part.num_spans) == (None, 0)
+@pytest.mark.parametrize("qk_norm", [False, True])
+@pytest.mark.parametrize(("batch", "time"), [(1, 8192), (8, 4096), (1, 65536)])
+def test_a_gate_per_channel_keeps_two_matrices_of_a_chunk(batch, time, qk_norm):
+    """Beside its inputs: no state, at any size."""
+    rows = jax.ShapeDtypeStruct((batch, time, 32, 128), jnp.bfloat16)
+    numbers = jax.ShapeDtypeStruct((batch, time, 32), jnp.float32)
+    arrays = (rows, rows, rows, rows, numbers)
+
+    def kept(*arrays: jax.Array) -> list[jax.Array]:
+        call = functools.partial(
+            jfla.chunk_kda, qk_norm=qk_norm, implementation="pallas"
+        )
+        _, adjoint = jax.vjp(lambda *x: call(*x).output, *arrays)
+        return jax.tree.leaves(adjoint)
+
+    with jfla.pallas.compiling_for("9.0"):
+        found = jax.make_jaxpr(kept)(*arrays)
+    inputs = set(found.jaxpr.invars)
+    shapes = [x.aval.str_short() for x in found.jaxpr.outvars if x not in inputs]
+    matrices = f"bfloat16[{batch},32,{time // 64},64,64]"
+    assert shapes == [matrices, matrices]
 
 
 @pytest.mark.parametrize(("n_chunks", "num_spans"), [(12, 3), (7, 3), (9, 9), (5, 1)])
@@ -108,26 +123,17 @@ def test_spans_are_counted_from_the_end_of_time(n_chunks, num_spans):
 
 @settings(deadline=None, max_examples=25)
 @given(
-    op=st.sampled_from(["gdn", "kda"]),
     batch=st.integers(1, 4),
     heads=st.sampled_from([16, 24, 32, 40, 64]),
     n_chunks=st.integers(16, 100),
     bytes_per_us=st.sampled_from([H200_BYTES_PER_US, H100_BYTES_PER_US, 2e6, 1e6]),
     num_sms=st.sampled_from([78, 114, 132]),
 )
-def test_scans_always_get_room(op, batch, heads, n_chunks, bytes_per_us, num_sms):
+def test_scans_always_get_room(batch, heads, n_chunks, bytes_per_us, num_sms):
     dims = Dims(batch, heads, n_chunks, 128, 128)
-    found = schedule(OPS[op], dims, num_sms, bytes_per_us=bytes_per_us)
+    found = schedule(OPS["gdn"], dims, num_sms, bytes_per_us=bytes_per_us)
     if found.backward_overlap is not None:
         assert chunks_read(dims, found) == dims.num_chunks
-
-
-@pytest.mark.parametrize(("batch", "n_chunks"), [(8, 64), (16, 64)])
-def test_scans_of_a_gate_per_channel_get_room(batch, n_chunks):
-    dims = Dims(batch, 32, n_chunks, 128, 128)
-    found = schedule(OPS["kda"], dims)
-    assert found.backward_overlap is not None
-    assert chunks_read(dims, found) == dims.num_chunks
 
 
 def test_a_ring_as_long_as_the_pipeline_would_never_get_room():
@@ -210,18 +216,16 @@ def chunks_read(
 
 @pytest.mark.interpreted  # one CTA runs after the other: the scans first
 @pytest.mark.parametrize(
-    ("op", "heads", "time", "value_dim", "num_spans", "group"),
+    ("heads", "time", "value_dim", "num_spans", "group"),
     [
-        ("gdn", 1, 190, 64, 2, 0),  # the first span is shorter
-        ("kda", 1, 100, 64, 2, 0),
-        pytest.param("gdn", 1, 256, 128, 4, 0, marks=pytest.mark.slow),
-        pytest.param("gdn", 2, 250, 64, 2, 1, marks=pytest.mark.slow),
-        pytest.param("gdn", 3, 100, 64, 2, 2),  # the last group is smaller
-        pytest.param("kda", 2, 250, 128, 4, 1, marks=pytest.mark.slow),
+        (1, 190, 64, 2, 0),  # the first span is shorter
+        pytest.param(1, 256, 128, 4, 0, marks=pytest.mark.slow),
+        pytest.param(2, 250, 64, 2, 1, marks=pytest.mark.slow),
+        pytest.param(3, 100, 64, 2, 2),  # the last group is smaller
     ],
 )
 def test_scans_beside_the_gradients_give_the_same_bits(
-    op, heads, time, value_dim, num_spans, group, monkeypatch
+    heads, time, value_dim, num_spans, group, monkeypatch
 ):
     """One long span does, too, as on several GPUs, for whose backward the forward keeps more states than it takes."""
     signals, waits = record_flags(monkeypatch)
@@ -234,20 +238,19 @@ def test_scans_beside_the_gradients_give_the_same_bits(
 
     monkeypatch.setattr(scans_and_grads, "backward_scans_kernel", spy)
     sizes = {"time": time, "heads": heads, "value_dim": value_dim, "group": 1}
-    arrays, rest = inputs(Call(op, "raw", **sizes))
-    alone = results(scheduled(op), arrays, rest)
+    arrays, rest = inputs(Call("gdn", "raw", **sizes))
+    alone = results(scheduled("gdn"), arrays, rest)
     flags_shape = (arrays["v"].shape[0], heads, -(-time // 64))
     assert flags_shape not in signals
     kept = BackwardOverlap(3, num_spans, group, state_ring=0, dstate_ring=0)
-    found = [results(scheduled(op, backward_overlap=kept), arrays, rest)]
+    beside = results(scheduled("gdn", backward_overlap=kept), arrays, rest)
     assert flags_shape in signals
     assert (flags_shape, 2) in waits
     assert scanned_spans[0] == num_spans
-    if op == "gdn":
-        part = scheduled(op, num_spans=1, checkpoints_of_whole=flags_shape[-1])
-        found.append(results(part, arrays, rest))
-        assert scanned_spans[-1] == 1  # of as many states as there are chunks
-    for other in found:
+    part = scheduled("gdn", num_spans=1, checkpoints_of_whole=flags_shape[-1])
+    by_span = results(part, arrays, rest)
+    assert scanned_spans[-1] == 1  # of as many states as there are chunks
+    for other in (beside, by_span):
         jax.tree.map(
             np.testing.assert_array_equal, *jax.tree.map(np.asarray, (alone, other))
         )

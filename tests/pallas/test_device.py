@@ -308,12 +308,8 @@ def test_spans_of_time_one_after_the_other_give_the_bits_of_the_whole(segments):
         ("gdn", {"heads": 24, "time": 2560}, "float16", (100, 5, 16, 20, 7)),
         ("gdn", {"heads": 16, "time": 2560}, "bfloat16", (68, 3, 8, 30, 5)),
         ("gdn", {"heads": 2, "time": 1000}, "bfloat16", (1, 2, 0, 0, 0)),
-        ("kda", {"heads": 16, "time": 2500}, "bfloat16", (100, 5, 16, 20, 10)),
-        ("kda", {"heads": 24, "time": 2560}, "bfloat16", (100, 2, 16, 0, 9)),
         # whose last group has fewer sequences
-        ("kda", {"heads": 24, "time": 2560}, "bfloat16", (88, 5, 22, 20, 7)),
         ("gdn", {"heads": 40, "time": 2500}, "bfloat16", (58, 3, 37, 30, 6)),
-        ("kda", {"heads": 2, "time": 1000}, "bfloat16", (3, 2, 0, 0, 0)),
     ],
 )
 def test_scans_beside_the_gradients_change_no_bit(op, sizes, dtype, beside):

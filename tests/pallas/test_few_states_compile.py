@@ -16,22 +16,20 @@ from jfla.pallas import heuristics, support
 
 @pytest.mark.aot
 @pytest.mark.parametrize(
-    ("op", "raw", "dtype", "beside"),
+    ("raw", "dtype", "beside"),
     [
-        ("gdn", False, jnp.bfloat16, True),
-        pytest.param("gdn", True, jnp.bfloat16, True, marks=pytest.mark.slow),
-        pytest.param("gdn", True, jnp.float16, True, marks=pytest.mark.slow),
-        pytest.param("gdn", False, jnp.bfloat16, False, marks=pytest.mark.slow),
-        pytest.param("kda", False, jnp.bfloat16, True, marks=pytest.mark.slow),
-        pytest.param("kda", True, jnp.bfloat16, True, marks=pytest.mark.slow),
+        (False, jnp.bfloat16, True),
+        pytest.param(True, jnp.bfloat16, True, marks=pytest.mark.slow),
+        pytest.param(True, jnp.float16, True, marks=pytest.mark.slow),
+        pytest.param(False, jnp.bfloat16, False, marks=pytest.mark.slow),
     ],
 )
 def test_scans_and_gradients_of_few_states_do_not_spill(
-    op, raw, dtype, beside, capfd, monkeypatch
+    raw, dtype, beside, capfd, monkeypatch
 ):
-    """Beside each other, GDN's as on an H100, with states at both ends; or one span of time after the other.
+    """Beside each other, as on an H100, with states at both ends; or one span of time after the other.
 
-    With norms GDN's forward spills the addresses of two tiles. KDA's gradients spill by themselves, too.
+    With norms the forward spills the addresses of two tiles.
     """
     allowed = {"jfla_intra_gdn_beside_output_scan": 8} if raw else {}
     monkeypatch.setitem(os.environ, "MOSAIC_GPU_DUMP_PTXAS", "1")
@@ -39,23 +37,18 @@ def test_scans_and_gradients_of_few_states_do_not_spill(
     # Batches of their own: a kernel that another test compiles is reported once.
     batch, time = 17, 8192
     if beside:
-        kernels = {f"jfla_backward_scans_beside_grads_{op}"}
-    if op == "kda":
-        batch, time = 128, 4096
-        allowed = {"jfla_backward_scans_beside_grads_kda": 24, "jfla_intra_kda": 8}
-    elif beside:
+        kernels = {"jfla_backward_scans_beside_grads_gdn"}
         monkeypatch.setattr(support, "bytes_per_us", lambda _: 3.03e6)
     else:
         monkeypatch.setattr(heuristics, "backward_overlap", lambda *_: None)
-    arrays, static = describe(op, (128, 128), raw, batch, time)
+    arrays, static = describe("gdn", (128, 128), raw, batch, time)
     arrays |= {name: jax.ShapeDtypeStruct(arrays[name].shape, dtype) for name in "qkv"}
     if beside:
         states = (batch, 2, 128, 128)
         arrays["initial_state"] = jax.ShapeDtypeStruct(states, jnp.float32)
 
     def both(arrays: dict[str, Any]) -> dict[str, Any]:
-        chunk = getattr(jfla, f"chunk_{op}")
-        call = lambda x: chunk(**x, **static, return_final_state=True)
+        call = lambda x: jfla.chunk_gdn(**x, **static, return_final_state=True)
         out, adjoint = jax.vjp(call, arrays)
         return adjoint(out)[0]
 

@@ -149,37 +149,6 @@ def test_sequences_go_in_groups_where_bytes_bound_a_full_gpu(
     assert shared.sequences_per_group == 0
 
 
-@pytest.mark.parametrize(
-    ("op", "batch", "heads", "time", "norms", "ctas", "group"),
-    [
-        ("kda", 8, 32, 4096, False, 88, 22),
-        # Norms take the gradients longer, and 20 sequences leave them more multiprocessors.
-        ("kda", 8, 32, 4096, True, 92, 20),
-        ("kda", 3, 32, 4096, False, 84, 24),
-        ("kda", 1, 16, 8192, True, 100, 0),
-        ("kda", 1, 32, 8192, True, None, None),  # one kernel after the other
-        ("gdn", 8, 32, 4096, False, 68, 32),
-        ("gdn", 8, 32, 4096, True, 68, 32),
-    ],
-)
-def test_sequences_beside_gradients_depend_on_norms(
-    op, batch, heads, time, norms, ctas, group
-):
-    dims = Dims(batch, heads, time // 64, 128, 128, has_norms=norms)
-    found = schedule(OPS[op], dims).backward_overlap
-    if ctas is None:
-        assert found is None
-    else:
-        assert (found.grads_ctas, found.sequences_per_group) == (ctas, group)
-
-
-@pytest.mark.parametrize("norms", [False, True])
-def test_dims_know_of_norms(norms):
-    x = jnp.zeros((1, 64, 1, 64))
-    inputs, options = validated("kda", x, x, x, x, x[..., 0], qk_norm=norms)
-    assert dims_of_call(inputs, options).has_norms is norms
-
-
 def inputs_of_one_chunk() -> Inputs:
     x = jnp.zeros((1, 64, 1, 64))
     return validated("gdn", x, x, x, x[..., 0], x[..., 0])[0]

@@ -72,9 +72,6 @@ def _named(op: str) -> dict[str, Callable[[], Any]]:
         "hopper in place": on_hopper(call("raw", 450, 128), num_sms=2, in_place=True),
         "hopper time splits": on_hopper(call("raw", 768, 128), time_splits=3, **ALONE),
         "beside the scan": on_hopper(call("strong", 448, 128), **BESIDE_THE_SCAN),
-        "beside the gradients": on_hopper(
-            call("strong", 768, 128), **BESIDE_THE_GRADIENTS
-        ),
         "decode": functools.partial(_decoded, tokens),
         "mma.sync 64": by_mma_sync(call("raw", 320, 64)),
         "mma.sync": by_mma_sync(call("mixed", 320, 128)),
@@ -91,6 +88,11 @@ CALLS = {
         Call("kda", "raw", time=640, segments=4, key_dim=128, value_dim=128, group=1),
         segments_in_turn=True,
         **BESIDE_THE_SCAN,
+    ),
+    "gdn beside the gradients": functools.partial(
+        _on_hopper,
+        Call("gdn", "strong", time=768, key_dim=128, value_dim=128, group=1),
+        **BESIDE_THE_GRADIENTS,
     ),
     "gdn spans": functools.partial(
         _on_hopper,

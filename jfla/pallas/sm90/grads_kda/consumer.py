@@ -31,7 +31,6 @@ from jfla.pallas.mgpu.iota import iota, per_column, per_row
 from jfla.pallas.mgpu.layouts import COLS, ROWS, WIDE
 from jfla.pallas.mgpu.mma import MatmulQueue, Sum, dot, zeros
 from jfla.pallas.mgpu.moves import load_scratch, store_rows_transposed
-from jfla.pallas.mgpu.overlap import ReadyFlags
 from jfla.pallas.mgpu.row_dots import add_row_dots, no_blocks, row_dots
 from jfla.pallas.mgpu.smem import BF16, F32, transposed
 from jfla.pallas.mgpu.tile_moves import load_matrix, load_matrix_transposed
@@ -50,25 +49,17 @@ from jfla.pallas.sm90.grads_pipeline import NUM_CONSUMERS
 from jfla.types import CHUNK
 
 
-def run_consumer(
-    ctx: GradsKdaWarpgroup, out_gmem: KernelGrads, ready_flags: ReadyFlags
-) -> None:
+def run_consumer(ctx: GradsKdaWarpgroup, out_gmem: KernelGrads) -> None:
     """Everything that a consumer does with a chunk."""
     sums, raw_gate = sums_over_v(ctx)
-
-    @when(ctx.wg == 0)
-    def _():
-        # Of opaque zeros: LLVM would have the flag's address before the loop, and ptxas spill it.
-        flag = [x + ctx.zero for x in ctx.index.flag]
-        ready_flags.release(tuple(flag))
-
     plgpu.barrier_wait(ctx.barriers.qk_full)
     write_weights(ctx, sums.weights)
 
     # With K = 64 there is one tile of channels, and consumer 1 was only needed for W_k.
     @when(ctx.wg < ctx.spec.num_tiles)
     def _():
-        write_decays(ctx, raw_gate)
+        # Addresses anew for each stage: else those that several need are kept in registers from the first to the last.
+        write_decays(ctx.recompute_addresses(), raw_gate)
         if ctx.spec.options.qk_norm:
             normalise(ctx)
 
@@ -76,7 +67,6 @@ def run_consumer(
 
     @when(ctx.wg < ctx.spec.num_tiles)
     def _():
-        # Addresses anew for each stage: else those that several need are kept in registers from the first to the last.
         grads = grads_of_states(ctx.recompute_addresses(), sums, out_gmem.dg)
         dq, dk, z = add_pairs(ctx, grads)
         store_grads(ctx.recompute_addresses(), dq, dk, z, out_gmem)

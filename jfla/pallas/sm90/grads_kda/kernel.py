@@ -13,7 +13,6 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-from jfla.pallas.backward_overlap import BackwardOverlap
 from jfla.pallas.common.chunk_index import (
     CHANNEL_BLOCK,
     TILE_K,
@@ -138,16 +137,14 @@ def grads_kda(
     options: QkOptions,
     max_ctas: int,
     out_dtype: DTypeLike,
-    beside_scans: BackwardOverlap | None = None,
-) -> PendingResults:
-    """On the host: the kernel, not launched yet. Shapes are those of `result_shapes`.
+) -> KernelGrads:
+    """On the host: launches the kernel. Shapes are those of `result_shapes`.
 
-    Where `operands` have references for results, these are the results. `beside_scans` it takes chunks in the order in
-    which the scans are done with them.
+    Where `operands` have references for results, these are the results.
     """
     results = operands.results
     shapes = result_shapes(operands, options, out_dtype)
-    spec = _spec(operands.scans, options, beside_scans)
+    spec = _spec(operands.scans, options)
     smem_spec = grads_kda_storage(spec, operands.qkg)
     stages = smem_spec.values.shape[0]
     scheduler = TileScheduler(spec.grid.num_parts, max_ctas)
@@ -164,6 +161,7 @@ def grads_kda(
         cta: Index,
         ready_flags: ReadyFlags,
     ) -> None:
+        del ready_flags
         new_results, scratch_gmem = outputs_gmem
         out_gmem: Any = gmem.results if new_results is None else new_results
         wg = lax.axis_index("wg")
@@ -184,12 +182,10 @@ def grads_kda(
             )
 
         def consume(work: WorkTile) -> None:
-            run_consumer(context(work), out_gmem, ready_flags)
+            run_consumer(context(work), out_gmem)
 
         def produce(work: WorkTile) -> None:
-            ctx = context(work)
-            ready_flags.wait(ctx.index.flag)
-            pipeline.produce_chunk(work, chunk_copies(ctx))
+            pipeline.produce_chunk(work, chunk_copies(context(work)))
 
         tiles = scheduler.up_to(spec.grid.used_parts(gmem.qkg.q))
         roles = Roles(
@@ -212,9 +208,8 @@ def grads_kda(
         barriers=grads_kda_barriers(spec, operands.qkg, stages),
         body=body,
     )
-    return PendingResults(
-        kernel, lambda outputs: outputs[0] if results is None else results
-    )
+    new_results, _ = run(PendingResults(kernel, lambda outputs: outputs))
+    return new_results if results is None else results
 
 
 def grads_kda_over_v_new(
@@ -235,12 +230,12 @@ def grads_kda_over_v_new(
         dq.dtype,
     )
     if not one_block or not same:
-        return run(grads_kda(operands, options, max_ctas, out_dtype))
+        return grads_kda(operands, options, max_ctas, out_dtype)
 
     def write(results: KernelGrads, operands: GradsKdaOperands) -> None:
         scans = operands.scans._replace(v_new=results.dq)
         operands = operands._replace(scans=scans, results=results)
-        run(grads_kda(operands, options, max_ctas, out_dtype))
+        grads_kda(operands, options, max_ctas, out_dtype)
 
     unwritten = jax.tree.map(lambda x: lax.empty(x.shape, x.dtype), shapes)
     written = unwritten._replace(dq=v_new)
@@ -268,15 +263,10 @@ def result_shapes(
     return KernelGrads(dx, dx, dg, v_new_dot_dv)
 
 
-def _spec(
-    scans: ScanResults, options: QkOptions, beside_scans: BackwardOverlap | None
-) -> GradsKdaSpec:
+def _spec(scans: ScanResults, options: QkOptions) -> GradsKdaSpec:
     batch, time, heads, value_dim = scans.do.shape
     key_dim = scans.states.shape[-1]
     chunks = ChunkGrid(batch, heads, time // CHUNK)
-    if beside_scans is not None:
-        group = beside_scans.sequences_per_group
-        chunks = chunks._replace(sequences_per_group=group, descending=True)
     num_blocks = _num_blocks(scans)
     grid = PartGrid(chunks, num_blocks, key_dim // num_blocks // TILE_K)
     return GradsKdaSpec(options, grid, value_dim // TILE_V)
