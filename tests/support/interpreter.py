@@ -1,6 +1,7 @@
-"""Pallas' interpret mode for GPUs in half the time, and with one warpgroup held back at its barriers (`late`).
+"""Pallas' interpret mode for GPUs in less time, and with one warpgroup held back at its barriers (`late`).
 
-Interpret mode runs a callback of Python for every access to memory. JAX moves the operands of a callback to a device,
+Interpret mode runs every warpgroup as a thread, which JAX compiles with XLA. Here Python walks its equations
+(`walked_threads`). A thread calls back for every access to memory. Where XLA calls, JAX moves the operands to a device,
 and back where they are read. Here they stay NumPy arrays. Its race detector compares two vector clocks four times for
 every pair of accesses to a buffer. Here it does so once or twice. What is simulated, and which races are found, stays
 the same: `tests/pallas/test_interpreter.py`.
@@ -15,22 +16,23 @@ from unittest import mock
 
 import numpy as np
 from jax._src import callback as callbacks
+from jax._src.pallas.mosaic.interpret import thread_map
 from jax._src.pallas.mosaic.interpret.vector_clock import NpVectorClock
 from jax._src.pallas.mosaic_gpu.interpret import shared_memory
 
+from support import walked_threads
+
 _to_int_of_jax = shared_memory._to_int
 
-_QUIET_SECONDS = 0.02  # longer than XLA needs between two callbacks of a warpgroup
-
-
-class _Callbacks:
-    """Those of all threads."""
-
-    last = 0.0  # when the last one began, by `time.monotonic`
+# Longer than a thread that can go on needs for an equation, such as a callback. Nothing is compiled in between, except
+# what NumPy has no form of, which `walked_threads.bound` counts.
+_QUIET_SECONDS = 0.02
 
 
 def quicken() -> None:
-    """Replaces three functions of JAX for the rest of the process."""
+    """Replaces five functions of JAX for the rest of the process."""
+    thread_map.thread_map = walked_threads.map_threads
+    thread_map._run_jaxpr = walked_threads.run_thread
     callbacks.io_callback_impl = call_with_numpy_arrays
     shared_memory._to_int = to_int
     NpVectorClock.ordered = ordered
@@ -39,9 +41,8 @@ def quicken() -> None:
 def call_with_numpy_arrays(
     *args: Any, callback: Callable, **described: Any
 ) -> list[np.ndarray]:
-    """The results of a callback. Copies, because the callback may keep what XLA will write over."""
+    """The results of a callback. It gets copies: it may keep, or write, what others still read or write over."""
     del described
-    _Callbacks.last = time.monotonic()
     return [np.asarray(x) for x in callback(*map(np.array, args))]
 
 
@@ -79,8 +80,8 @@ def late(warpgroup: int, cta: int | None = None) -> Iterator[None]:
 
 
 def _until_quiet() -> None:
-    """Until no thread has begun a callback for a while."""
-    quiet = 0.0
-    while quiet < _QUIET_SECONDS:
-        time.sleep(_QUIET_SECONDS - quiet)
-        quiet = time.monotonic() - _Callbacks.last
+    """Until no thread has begun an equation for a while."""
+    begun = None
+    while begun != walked_threads.Progress.equations:
+        begun = walked_threads.Progress.equations
+        time.sleep(_QUIET_SECONDS)
