@@ -7,7 +7,8 @@ cache, and so are q, k and do, which the scan in reverse has read just before.
 The scans meet every chunk in opposite orders. So the scan of the states goes through spans of time from the last to the
 first, each from a state that the forward has kept, a span ahead of the scan in reverse.
 
-A gate per channel has one kernel after the other: its forward keeps two 64 x 64 matrices of a chunk and nothing else.
+With a gate per channel the kernels run one after the other: the forward keeps two 64 x 64 matrices of a chunk and no
+state.
 """
 
 from typing import NamedTuple

@@ -129,7 +129,7 @@ class GradsKdaWarpgroup(NamedTuple):
     part: ChunkPart  # the chunk, without an opaque zero (see `index`), and the channel block
     spec: GradsKdaSpec
     gmem: GradsKdaOperands
-    cta: Index  # its number among the kernel's, which may share a launch with another kernel
+    cta: Index  # its number
     scratch_gmem: Gmem  # [CTAs, tiles, 64, C] float32, where dg has 16 bits; else None
     smem: SharedStorage
     pipeline: ValuePipeline
