@@ -56,7 +56,7 @@ def run_consumer(ctx: GradsKdaWarpgroup, out_gmem: KernelGrads) -> None:
 
     @when(ctx.wg == 0)
     def _():
-        # A branch around opaque zeros, which does nothing: ptxas spills up to 8 bytes more where none ends the sums.
+        # This branch computes nothing. Without a branch behind the sums over V ptxas spills up to 8 bytes more.
         for _ in range(4):
             opaque_zero()
 
